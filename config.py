@@ -172,11 +172,7 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return a recipe's tables and facts.
-
-    Raises:
-        UserError: it is not TOML, or holds an unknown table or fact.
-    """
+    """Return a recipe's tables and facts; UserError if it is not TOML, or holds an unknown table or fact."""
     try:
         recipe = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -197,11 +193,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_values(path: Path, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a recipe gives: its tables are option groups, its keys long options.
-
-    Raises:
-        UserError: a group has no such option, or the option takes values of another type.
-    """
+    """Return the options that a recipe's tables give; UserError for an unknown one, or a value of another type."""
     values = {}
     for group in GROUPS:
         options = {key: option for option in OPTIONS[group] for key in option.keys}
@@ -391,10 +383,9 @@ def find_device(args: Record) -> str:
 
 
 def on_machine(args: Record) -> tuple[Record, list[str]]:
-    """Derive options from this machine and its launcher; return all options, a line about each derived one, remarks.
+    """Return the options completed for this machine and its launcher, a line about each derived one, and remarks.
 
-    Raises:
-        UserError: the device is not there, or the launcher's variables are incomplete.
+    UserError if the device is not there, or the launcher's variables are incomplete.
     """
     from distributed import collectives  # not above: help need not wait for torch
 
@@ -430,11 +421,7 @@ def remarks(args: Record) -> list[str]:
 
 
 def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
-    """Take evaluation options that were not given from the checkpoint's run; return all, and a line for each taken.
-
-    Raises:
-        UserError: the checkpoint holds an impossible value of an option.
-    """
+    """Take evaluation options that were not given from the checkpoint's run; errors and result as of `_take`."""
     args, lines = _take(args, trained, [name for name, option in BY_NAME.items() if option.is_of_checkpoint])
     if "model" not in args.given and split_custom(args.model):
         raise UserError(f"the checkpoint is of {args.model}, {WHY_TYPED}")
@@ -448,8 +435,7 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
 def _take(args: Record, trained: dict, names: Sequence[str]) -> tuple[Record, list[str]]:
     """Take the checkpoint's values of the named options that were not given; return all options, and a line for each.
 
-    Raises:
-        UserError: the checkpoint holds an impossible value of an option.
+    UserError if the checkpoint holds an impossible value.
     """
     changes, lines = {}, []
     for name in names:

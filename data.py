@@ -92,11 +92,7 @@ class IndexedImageFolder(Dataset):
         return len(self.index)
 
     def __getitem__(self, key: int) -> tuple[Any, int]:
-        """Return one transformed image, by a preset (3, H, W) normalised floats, and its class.
-
-        Raises:
-            ImageError: the image cannot be read; the message names it.
-        """
+        """Return one image, by a preset (3, H, W) normalised floats, and its class; ImageError names a bad one."""
         key = key if isinstance(key, SampleKey) else range(len(self))[key]
         image, label = self.load(key)
         label = label if self.target_transform is None else self.target_transform(label)
@@ -259,11 +255,7 @@ def build_more_sets(args: Any, dataset_test: Dataset) -> dict[str, Dataset]:
 
 
 def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | None]:
-    """Return the training images that `--minival` holds out, and the others; without `--minival` all, and None.
-
-    Raises:
-        UserError: there are too few images to hold out any.
-    """
+    """Return the images that `--minival` holds out, and the others; without it all, and None. UserError if too few."""
     if not fraction:
         return source, None
     held = minival_numbers(source, fraction)
@@ -407,12 +399,7 @@ class DeviceLoader:
 
     Targets are (B,) classes, or (B, num_classes) zeros and ones for images of several labels.
     On an accelerator with streams one of its own copies and transforms a batch while the model works on the last one.
-
-    Args:
-        loader: yields (B, C, H, W) uint8 and (B,) int64 on the CPU.
-        device: the device of the batches.
-        transform: the batch transform, which runs on the device.
-        seed: the run's seed; it, the step and the micro-batch are the address of a training batch's draws.
+    A training batch's draws are addressed by the run's seed, the step and the micro-batch.
     """
 
     def __init__(

@@ -166,12 +166,7 @@ def _add(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor |
 class ShardedStep:
     """The infrastructure around the forward and backward passes of one optimizer step.
 
-    Args:
-        model: the model, as `wrap_model` returns it.
-        shards: all micro-batches of the step, and this process's share of them.
-        device: the model's device.
-        seed: the run's seed.
-        is_deterministic: sum gradients pairwise, in one order at any world size, instead of DDP's all-reduce.
+    If `is_deterministic`, gradients are summed pairwise, in one order at any world size, instead of by DDP.
     """
 
     def __init__(

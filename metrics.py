@@ -43,12 +43,7 @@ class BinaryCrossEntropy(nn.Module):
         self.label_smoothing, self.target_threshold, self.weight = label_smoothing, target_threshold, weight
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean over images and classes, a 0-d tensor.
-
-        Args:
-            output: (B, num_classes) logits.
-            target: (B,) class indices or (B, num_classes) soft targets.
-        """
+        """Return the mean over images and classes of (B, num_classes) logits, for (B,) classes or soft targets."""
         num_classes = output.size(1)
         if target.ndim == 1:
             target = one_hot(target, num_classes)
@@ -66,10 +61,6 @@ class WeightedCrossEntropy(nn.Module):
 
     It is the mean over images, as torch's for targets that are probabilities, whose sum over a set does not depend on
     how the set is cut into batches; torch's for class indices divides by the sum of a batch's weights.
-
-    Args:
-        label_smoothing: the share of the target that is spread over all classes.
-        weight: (num_classes,) the classes' weights.
     """
 
     def __init__(self, label_smoothing: float, weight: Tensor) -> None:
@@ -116,9 +107,7 @@ def class_weights(args: Any, dataset: Dataset) -> Tensor:
 class AuxiliaryLoss(nn.Module):
     """Add the losses of auxiliary classifiers, whose scores GoogLeNet and Inception v3 return after the main ones.
 
-    Args:
-        criterion: the loss of one classifier.
-        weight: the weight of each auxiliary classifier's loss.
+    `criterion` is the loss of one classifier, and `weight` that of each auxiliary one's loss.
     """
 
     def __init__(self, criterion: nn.Module, weight: float) -> None:
@@ -188,11 +177,7 @@ class Distillation(nn.Module):
 
 
 def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
-    """Return the loss that the options ask for; `train` is the training set, whose classes `--class-weights` weighs.
-
-    Raises:
-        UserError: that of `--criterion` is none, or the weights cannot be used.
-    """
+    """Return the loss of the options; `--class-weights` weighs the classes of `train`. UserError if it is none."""
     weight = class_weights(args, train) if args.class_weights and train is not None else None
     if args.criterion is not None:
         criterion = load_function("criterion", args)()
@@ -216,12 +201,9 @@ def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
 
 
 def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: Dataset) -> nn.Module:
-    """Return the criterion, with a `Distillation` around it for training with `--teacher`.
+    """Return the criterion, with a `Distillation` around it for training with `--teacher`; UserError for a misfit.
 
     `student` is the bare model on its device; the classes' names are those of the validation set `val`.
-
-    Raises:
-        UserError: the teacher cannot be used for these classes or sizes of images.
     """
     if args.teacher is None or args.test_only:
         return criterion
@@ -233,11 +215,7 @@ def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: D
 
 
 def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
-    """Return the model of `--teacher` on the CPU, which scores the student's images.
-
-    Raises:
-        UserError: the teacher is not found, or takes other classes, sizes or statistics of images.
-    """
+    """Return the model of `--teacher` on the CPU; UserError if it is not found, or is of other classes or images."""
     source, size = f"--teacher {args.teacher}", args.train_crop_size
     weights = _load_teacher(args.teacher, source)
     name = weights.options.get("model")
@@ -553,8 +531,7 @@ METRICS = {name: metric for metric in (BalancedAccuracy, F1, MeanAveragePrecisio
 def build_metrics(args: Any, num_classes: int) -> list[Metric]:
     """Return the metrics other than the loss, for training lines and evaluations, of a model with that many classes.
 
-    Raises:
-        UserError: a function of the user's own returns none, or `--best-metric` names none of them.
+    UserError if a function of the user's own returns none, or `--best-metric` names none of them.
     """
     builders = {METRICS[name]: name for name in args.metrics or () if not split_custom(name)}
     metrics = [Accuracy((1, 5) if num_classes > 5 else (1,)), *(build(num_classes) for build in builders)]
@@ -691,11 +668,7 @@ def result_line(values: dict[str, Any], n: int) -> str:
 
 
 def miscounted(n: int, data_loader: Any) -> list[str]:
-    """Return a line if an evaluation has not counted each image of a plain loader's set once, as torchvision does.
-
-    Raises:
-        RuntimeError: the loader is one of ours, which leave out and repeat none.
-    """
+    """Return a line if a plain loader has not given each image once, as in torchvision; RuntimeError for ours."""
     dataset = getattr(data_loader, "dataset", None)
     if not hasattr(dataset, "__len__") or n == len(dataset):
         return []

@@ -52,10 +52,8 @@ def check_name(name: str) -> None:
 def check_model(args: Any) -> None:
     """Build the model and run it on the meta device, so that a wrong option ends the run before data is loaded.
 
-    The model of a checkpoint to evaluate is checked when it is built, since its options are not known yet.
-
-    Raises:
-        UserError: for the reasons of `build_model` and `check_sizes`.
+    The model of a checkpoint to evaluate is checked when it is built, since its options are not known yet. Errors are
+    those of `build_model` and `check_sizes`.
     """
     check_name(args.model)
     check_code(args)
@@ -208,11 +206,7 @@ def adapt_channels(weight: Tensor, in_chans: int) -> Tensor:
 
 
 def fit_channels(model: nn.Module, weights: Mapping[str, Tensor], args: Any, source: str) -> Mapping[str, Tensor]:
-    """Return weights whose first layers take `--in-chans`, with a printed line if they took another number of channels.
-
-    Raises:
-        UserError: they did, and `--test-only` asks for them as they are.
-    """
+    """Return weights for `--in-chans`, and print a line if they change; UserError if they may not (`--test-only`)."""
     fitted = copy.copy(weights)  # with its notes
     for layer, module in model.named_modules():
         name = f"{layer}.weight"
@@ -483,11 +477,7 @@ def load_resized(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
 
 
 def set_grad_checkpointing(model: nn.Module, name: str) -> None:
-    """Let a model of this name recompute the activations of its blocks in the backward pass, as timm's models can.
-
-    Raises:
-        UserError: the model cannot do so, or has running statistics, which each pass would move.
-    """
+    """Let a model recompute its blocks' activations in the backward pass; UserError if it cannot do so exactly."""
     if not hasattr(model, "set_grad_checkpointing"):
         raise UserError(
             f"--grad-checkpointing: {name} has no set_grad_checkpointing, unlike timm's models; leave it out"
@@ -560,11 +550,7 @@ def build_scaler(args: Any, device: torch.device) -> torch.amp.GradScaler:
 
 
 class FlipAverage(nn.Module):
-    """A model that returns the mean of its scores for an image and its mirror image: `--eval-flip`.
-
-    Args:
-        model: maps (B, 3, H, W) images to (B, num_classes) scores.
-    """
+    """A model that returns the mean of a model's scores for an image and its mirror image: `--eval-flip`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -209,11 +209,7 @@ def find_optimizer(args: Any) -> OptimizerEntry:
 
 
 def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
-    """Return the optimizer that `--opt` names, with torchvision's constants.
-
-    Raises:
-        UserError: it cannot be built with these options, or the training loop cannot drive it.
-    """
+    """Return the optimizer of `--opt`, with torchvision's constants; UserError if options or loop do not fit it."""
     if not parameters:
         raise UserError(f"--model {args.model} has no trainable parameters; see its requires_grad")
     entry, options = find_optimizer(args), {"lr": scaled_lr(args), "weight_decay": args.weight_decay}
@@ -242,11 +238,7 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Check a state dict of one of `OPTIMIZERS`, which would fail only in the middle of a step.
-
-    Raises:
-        UserError: a key, a shape, a type or a number of steps cannot be this optimizer's.
-    """
+    """Check a state dict of one of `OPTIMIZERS`; UserError for one that would fail only in the middle of a step."""
     expected = next((entry.moments for entry in OPTIMIZERS.values() if entry.kind is type(optimizer)), ())
     if not optimizer.defaults.get("momentum"):
         expected = tuple(name for name in expected if name != "momentum_buffer")
@@ -284,11 +276,7 @@ class OptimizerState:
         self.optimizer = optimizer
 
     def state_dict(self) -> dict:
-        """Return the optimizer's own state dict as plain data, which torch can load, with the groups' `group_state`.
-
-        Raises:
-            UserError: the state holds a value that a checkpoint cannot hold.
-        """
+        """Return the state dict as plain data, with the groups' `group_state`; UserError if it holds other data."""
         state = self.optimizer.state_dict()
         groups = state.pop("param_groups")
         kept = [{name: value for name, value in group.items() if self._is_state(name, value)} for group in groups]
@@ -297,11 +285,7 @@ class OptimizerState:
         return to_plain({**state, "param_groups": plain, "group_state": kept})
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore momenta, counters and the like from what `state_dict` returned.
-
-        Raises:
-            UserError: the checkpoint's parameters are grouped otherwise, or their state does not fit this optimizer.
-        """
+        """Restore momenta, counters and the like; UserError if parameters are grouped otherwise, or it does not fit."""
         own = self.optimizer.state_dict()
         sizes = [[len(group["params"]) for group in side["param_groups"]] for side in (state, own)]
         if sizes[0] != sizes[1]:

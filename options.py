@@ -583,11 +583,7 @@ def is_same_model(one: str, other: str) -> bool:
 
 
 def parse_allowed(text: str | None) -> set[str]:
-    """Return the names in `--allow-change`: options, with or without their dashes, `code`, `data` and `threads`.
-
-    Raises:
-        UserError: one of them is no option, or cannot be changed.
-    """
+    """Return the names in `--allow-change`: options, `code`, `data`, `threads`; UserError for others and fixed ones."""
     aliases = {key.replace("-", "_"): name for name, option in BY_NAME.items() for key in option.keys}
     known = {name: name for name in ("code", "data", "threads")} | aliases
     names = {word.strip().removeprefix("--").replace("-", "_") for word in (text or "").split(",")} - {""}

@@ -302,9 +302,7 @@ class TimmPolicy:
     """One of timm's augmentation policies, timm/ and a specification such as rand-m7-mstd0.5-inc1.
 
     It draws from the process's CPU generators, translates by shares of the crop size, and fills gaps with the mean.
-
-    Raises:
-        UserError: timm does not know the specification, or is not installed.
+    UserError if timm does not know it.
     """
 
     def __init__(
@@ -390,11 +388,7 @@ class ClassificationPresetEval(_Preset):
         return super().pixels(image)
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return torchvision's size of a resized image: the shorter side exactly, the longer one rounded down.
-
-        Raises:
-            BadImageError: resized it would have too many pixels, such as an image a thousand times as long as wide.
-        """
+        """Return torchvision's size of a resized image, the longer side rounded down; BadImageError if too large."""
         longer = int(self.resize_size * max(width, height) / min(width, height))
         resized = (longer, self.resize_size) if height >= width else (self.resize_size, longer)
         check_num_pixels(*resized, f"resized, {width} x {height} pixels are")

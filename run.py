@@ -37,12 +37,7 @@ from sampler import TrainSampler, VirtualShards
 
 
 class BareRun:
-    """A loop over steps without a run around it: each process computes one micro-batch per step.
-
-    Args:
-        model: the model, in DDP or bare.
-        device: the model's device.
-    """
+    """A loop over steps without a run around it: each process computes one micro-batch per step."""
 
     is_record_due = False  # whether a record of the present step will need the norm of the gradients
 
@@ -97,16 +92,7 @@ class BareRun:
 class Run(BareRun):
     """A run, restored from a checkpoint or new; as a context it adopts its output folder, and records how it ended.
 
-    Args:
-        args: the resolved options.
-        resumed: the checkpoint to restore, or None.
-        manager: reads and writes its checkpoints.
-        decisions: of all ranks, after each step.
-        sampler: deals the images of each step.
-        datasets: the training and the validation set.
-        model: as `gradients.wrap_model` returns it.
-        parts: objects whose state is saved: model (bare), optimizer, model_ema and scaler; None if it has none.
-        metrics: computed from the outputs, beside the loss.
+    `parts` are the objects whose state is saved: model (bare), optimizer, model_ema and scaler; None if it has none.
     """
 
     def __init__(
@@ -185,11 +171,7 @@ class Run(BareRun):
             raise error from cause
 
     def write_description(self) -> None:
-        """Write status.json, run.json (a description of the run) and recipe.toml (to repeat it). Rank 0 only.
-
-        Raises:
-            UserError: the files cannot be written.
-        """
+        """Write status.json, run.json, and recipe.toml to repeat the run; UserError if that fails. Rank 0 only."""
         record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
         record["processor"] = describe_processor()
         description = json.dumps({**record, "launch": read_launch().agent, **self.state.facts}, indent=2) + "\n"
@@ -305,11 +287,7 @@ class Run(BareRun):
         return self.manager.is_due(), self.manager.is_written
 
     def stop(self, cause: str) -> None:
-        """Save unless the position is saved, and leave the loop. Collective: every rank must call it.
-
-        Raises:
-            PreemptedError: always; names the cause, the step, and whether it is saved.
-        """
+        """Save unless the position is saved; raise PreemptedError, which names the cause and the step. Collective."""
         ranks = f"all {self.args.world_size} ranks" if self.args.world_size > 1 else "the run"
         done = f"{cause}: {ranks} stopped after step {self.state.step}"
         start = time.perf_counter()

@@ -163,11 +163,7 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
 
 
 def resolve(args):
-    """Derive options from this machine and from published weights; return them, and a line about each derived one.
-
-    Raises:
-        UserError: the device or the weights are not there, or an option does not fit this machine.
-    """
+    """Derive options from machine and published weights; return all, and lines about these. UserError for a misfit."""
     args = config.resolve(args)
     optim.check_schedule(args)
     args, notes = config.on_machine(args)

@@ -289,13 +289,7 @@ def get_mixup_cutmix(
 
 
 class BatchTransform:
-    """The device's half of a preset: uint8 in, normalised, erased and mixed floats out.
-
-    Args:
-        normalize: turns uint8 into floats.
-        erase: erases rectangles, or None.
-        mix: mixes images and targets, or None.
-    """
+    """The device's half of a preset: uint8 in; normalised floats out, erased and mixed as `erase` and `mix` say."""
 
     def __init__(
         self,

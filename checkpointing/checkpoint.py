@@ -74,11 +74,7 @@ class RunState:
         return [name for name, best in self.bests.items() if best is not None and best["step"] == self.step]
 
     def resume(self, state: dict | None, start_epoch: int | None, epochs: int) -> None:
-        """Restore a checkpoint, if there is one, or move to `--start-epoch`.
-
-        Raises:
-            UserError: `--start-epoch` or `--epochs` contradicts the checkpoint.
-        """
+        """Restore a checkpoint, if there is one, or move to `--start-epoch`; UserError for a contradiction."""
         if state is None:
             self.start_epoch(start_epoch or 0)
             return

@@ -28,9 +28,7 @@ from options import (
 )
 
 # Set by the script, not by the user.
-_DERIVED = {
-    "distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted",
-}  # fmt: skip
+_DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted"}
 
 
 def describe_data(train: Any, val: Any) -> dict:

@@ -231,11 +231,7 @@ def _note_on_crop(mode: Any) -> str:
 
 
 def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our options for the model timm/NAME as timm's script builds and evaluates it with its options `trained`.
-
-    Raises:
-        UserError: the sizes of its images cannot be used.
-    """
+    """Return our options for timm/NAME with timm's options `trained`; UserError if sizes of images cannot be used."""
     known = find_timm_config(name)
     names = ("img_size", "input_size", "crop_pct", "interpolation", "mean", "std")
     with in_one_line(f"{name}: the sizes of its images cannot be used"):
@@ -306,11 +302,7 @@ def fetch_by_name(source: str) -> Weights:
 
 
 def fetch_published(weights: WeightsEnum, source: str) -> dict[str, Tensor]:
-    """Return the state dict of torchvision's weights, from torch's cache or the network.
-
-    Raises:
-        UserError: they cannot be fetched, or the copy in the cache is damaged.
-    """
+    """Return torchvision's weights, from torch's cache or the network; UserError if they are damaged or not there."""
     is_shown = collectives.is_main_process() and sys.stderr.isatty()  # a bar would fill a log
     try:
         # Torch's hub would unpickle any file in its cache: its default is weights_only=False.

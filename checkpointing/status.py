@@ -11,9 +11,7 @@ from files import explain_failure, retry, write_json
 class StatusFile:
     """Write status.json, which says whether a run is running or how it ended: torchrun turns any exit code into 1.
 
-    Args:
-        folder: the output folder; None to write nothing.
-        state: the position of the run.
+    Without a folder nothing is written.
     """
 
     def __init__(self, folder: Path | None, state: RunState) -> None:

@@ -49,10 +49,7 @@ class Weights(OrderedDict):
 def load_weights(path: Path, *, is_average: bool = False, name: str | None = None) -> Weights:
     """Return the state dict in a file, or in a checkpoint: its raw weights or their average.
 
-    Messages call the file `name`, by default an argument of `--weights`.
-
-    Raises:
-        UserError: there is no such state dict.
+    Messages call the file `name`, by default an argument of `--weights`. UserError if there is no such state dict.
     """
     weights = take_weights(read_content(path), name or f"--weights {path}", is_average=is_average)
     weights.file = path.name
@@ -199,10 +196,8 @@ def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
 def average_weights(sources: Sequence[Any], read: Callable[[Any], Weights]) -> Weights:
     """Return the first of the weights that `read` returns for each source, with the mean of all in their place.
 
-    As in torchvision, means of integers are rounded down, and those of float16 are float32.
-
-    Raises:
-        KeyError: a source has other names or shapes of weights than the first.
+    As in torchvision, means of integers are rounded down, and those of float16 are float32. KeyError if names or shapes
+    differ.
     """
     first, sums = None, {}
     for source in sources:

@@ -86,11 +86,7 @@ def _run_file(path: str) -> ModuleType:
 
 
 def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the keyword arguments in `--model-kwargs`; a value that is no Python literal is text.
-
-    Raises:
-        UserError: one of them is not KEY=VALUE, or is given twice.
-    """
+    """Return the arguments in `--model-kwargs`; UserError if one is not KEY=VALUE. What is no literal is text."""
     found = {}
     for text in texts or ():
         key, equals, value = text.partition("=")

@@ -49,10 +49,9 @@ def is_main_process() -> bool:
 
 
 def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Return every rank's tensor, which may differ in its first dimension. Collective: every rank must call it.
+    """Return every rank's (n, ...) CPU tensor, of which n may differ. Collective: every rank must call it.
 
-    Args:
-        rows: (n, ...) CPU tensor; travels over gloo, so no device has to be waited for.
+    They travel over gloo, so no device has to be waited for.
     """
     if not is_dist_avail_and_initialized():
         return [rows]
@@ -73,13 +72,7 @@ def interleave(parts: list[torch.Tensor], size: int = 1) -> torch.Tensor:
 
 
 def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> bytes:
-    """Give one rank's bytes to every rank; the others' argument is ignored. Collective: every rank must call it.
-
-    Args:
-        payload: the bytes, on rank `src`.
-        src: the rank whose bytes all get.
-        group: the process group whose members call it; None for all.
-    """
+    """Give the bytes of rank `src` to every rank; what others pass is ignored. Collective: every rank must call it."""
     if not is_dist_avail_and_initialized():
         return payload
     is_source = get_rank() == src
@@ -100,11 +93,7 @@ def gather_plain(value: Any) -> list:
 
 
 def call_on_master(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function on rank 0 alone and give its result, anything that JSON can hold, to every rank. Collective.
-
-    Raises:
-        UserError: as `call_on`.
-    """
+    """Call a function on rank 0, and give every rank its result, as JSON. Collective; errors as of `call_on`."""
     return gather_plain(call_on([0], function, *args))[0]
 
 

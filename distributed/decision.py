@@ -26,9 +26,6 @@ class StepDecisions:
     """Combine the votes of all ranks into one decision a step, beside the next step's computation.
 
     A vote is `Decision.is_save_due` and `is_written` of this process, beside the signal that it has received.
-
-    Args:
-        signals: the signals that this process receives.
     """
 
     def __init__(self, signals: Signals) -> None:
@@ -71,13 +68,8 @@ class StepDecisions:
 class WatchedLoader:
     """A loader that stops on every rank before the same batch once a rank has been told to stop.
 
-    Ranks may have different numbers of batches; a rank without batches keeps deciding until all have finished.
-
-    Args:
-        loader: yields batches; has a length and a `dataset`.
-        decisions: asked before each batch.
-        stop: called with the cause, on all ranks; raises.
-        beat: called before each batch.
+    Ranks may have different numbers of batches; a rank without batches keeps deciding until all have finished. `stop`
+    is called with the cause, on all ranks, and raises; `beat` is called before each batch.
     """
 
     def __init__(

@@ -19,11 +19,7 @@ FORMS: list[type[Source]] = [ListIndex, FolderIndex, TarIndex]
 
 
 def find_sources(root: Path) -> list[Source]:
-    """Return the sources that are present for a split, in order of preference; none of them is opened yet.
-
-    Raises:
-        UserError: a folder cannot be listed, a set lacks a shard, or a pack is not complete.
-    """
+    """Return the sources of a split, the preferred first; none is opened yet. UserError if one is not complete."""
     found = [source for form in FORMS for source in form.find(root)]
     has_files = any(Path(source.where).parent == root for source in found)
     if has_files and not any(os.path.isdir(root / name) for name in list_folder(root)):
@@ -96,11 +92,7 @@ def open_source(root: Path, separator: str | None = None) -> Source:
 
 
 def open_split(folder: str, args: Any) -> Source:
-    """Return the opened source of a split: in a folder, behind an address, or made by `--data-path FILE.py:FUNCTION`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return a split's opened source, in a folder, behind an address or by FILE.py:FUNCTION; UserError for none."""
     name = os.path.basename(folder)
     if is_remote(args.data_path):
         if args.multi_label:

@@ -23,7 +23,10 @@ RACY_NS = 2_000_000_000
 # then.
 RETRY_WAITS_S = (0.05, 0.2, 0.8)
 
-_FORMAT = "touchstone image index 3"
+# The file beside lists and tars that names the classes of numbers in their order, one a line.
+CLASSES = "classes.txt"
+
+_FORMAT = "touchstone image index 4"
 
 T = TypeVar("T")
 
@@ -73,7 +76,8 @@ class ImageIndex(ArraySource):
     Args:
         root: the data path and the split's name.
         where: as of `Source`.
-        files: the files that hold the images, in order; none where each image is a file.
+        files: the files that hold the images or list them, in order; none where each image is a file.
+        class_list: classes.txt, if the format reads it; it need not be there.
 
     Attributes:
         arrays: the content of the cache, and all that is known of the images. names: (images,) bytes, as `encode`.
@@ -85,9 +89,12 @@ class ImageIndex(ArraySource):
 
     may_lack_classes = False  # whether a class may have no images
 
-    def __init__(self, root: Path, where: Path | None = None, files: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, root: Path, where: Path | None = None, files: Sequence[Path] = (), class_list: Path | None = None
+    ) -> None:
         super().__init__(root, where)
         self.files = tuple(files)
+        self.class_list = class_list if class_list and class_list.is_file() else None
         self.arrays = {}
 
     @abstractmethod
@@ -127,7 +134,7 @@ class ImageIndex(ArraySource):
 
     def _header(self) -> numpy.ndarray:
         """Return the header of this split's index; it differs for other versions, splits and lists of files."""
-        files = [os.path.relpath(file, self.root.parent) for file in self.files]
+        files = [os.path.relpath(file, self.root.parent) for file in (*self.files, self.class_list) if file]
         return encode([_FORMAT, self.root.name, self.form, *IMG_EXTENSIONS, *files])
 
     def _load(self, cache: Path) -> bool:
@@ -148,11 +155,7 @@ class ImageIndex(ArraySource):
         return True
 
     def _scan(self) -> str:
-        """Find the images; return why the index may not be cached, or an empty text.
-
-        Raises:
-            UserError: the split cannot be read, or cannot be an image folder.
-        """
+        """Find the images; return why the index may not be cached, or an empty text. UserError for no valid split."""
         scan = Scan(self.root.parent)
         try:
             classes = self.scan(scan)

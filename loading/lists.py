@@ -13,13 +13,11 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import UserError, counted, did_you_mean, is_printable, one_line
 from files import open_to_read
-from loading.index import ImageIndex, Scan, encode
+from loading.index import CLASSES, ImageIndex, Scan, encode
 from loading.source import Source
 
 # By the ending of a list, what separates its columns; each line of .jsonl is an object of its own.
 SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": None}
-# The file beside the lists that names the classes in their order, one a line.
-CLASSES = "classes.txt"
 # Values of the column `split`.
 SPLITS = ("train", "val")
 
@@ -43,13 +41,7 @@ class ListIndex(ImageIndex):
         """Return the lists of this split beside its folder, then those of all splits."""
         names = [root.name, *(["images"] if root.name in SPLITS else [])]
         paths = [root.parent / f"{name}{ending}" for name in names for ending in SEPARATORS]
-        classes = [path for path in [root.parent / CLASSES] if path.is_file()]
-        return [cls(root, path, [path, *classes]) for path in paths if path.is_file()]
-
-    @property
-    def may_lack_classes(self) -> bool:
-        """Whether a class may have no images: in an evaluation, where classes.txt names it."""
-        return len(self.files) > 1 and self.root.name != "train"
+        return [cls(root, path, [path], root.parent / CLASSES) for path in paths if path.is_file()]
 
     def path(self, number: int) -> str:
         """Return the path of an image."""
@@ -60,13 +52,12 @@ class ListIndex(ImageIndex):
 
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of the list, and return the classes."""
-        for file in self.files:
-            scan.watch(str(file), os.stat(file))
+        scan.watch(self.where, os.stat(self.where))
         rows = [row for row in _read_rows(self.files[0], self.root.name, self.separator) if self._check_path(*row)]
         if not rows:
             raise UserError(f"{self.where} lists no images of {self.root.name}")
         if self.separator is None:
-            classes, labels = self._number([label for _, _, label in rows])
+            classes, labels = number_labels(self, scan, [label for _, _, label in rows])
             folders = classes
         else:
             classes, labels, folders = self._number_sets([label for _, _, label in rows], scan)
@@ -113,7 +104,7 @@ class ListIndex(ImageIndex):
         flat = [part for each in parts for part in each]
         if not flat:
             raise UserError(f"{self.where}: no image has a label")
-        classes, numbers = self._number(flat)
+        classes, numbers = number_labels(self, scan, flat)
         known = dict(zip(flat, numbers, strict=True))
         scan.label_sets = numpy.zeros((len(sets), len(classes)), dtype=bool)
         for row, each in enumerate(parts):
@@ -126,28 +117,51 @@ class ListIndex(ImageIndex):
         header = super()._header()
         return header if self.separator is None else numpy.append(header, encode([f"labels {self.separator}"]))
 
-    def _number(self, labels: list[str]) -> tuple[list[str], list[int]]:
-        """Return the classes, and the number of each label's class."""
-        are_numbers = all(label.isdecimal() and len(label) < 19 for label in labels)
-        if len(self.files) > 1:
-            classes = _read_classes(self.files[1])
-            if are_numbers and max(map(int, labels)) < len(classes) and not any(map(str.isdecimal, classes)):
-                return classes, list(map(int, labels))
-        elif are_numbers:
-            classes = sorted(set(labels), key=int)
-            missing = [number for number, name in enumerate(classes) if int(name) != number]
-            if missing:
-                raise UserError(
-                    f"{self.where}: its labels are numbers up to {classes[-1]}, and {missing[0]} has no image; write "
-                    f"all classes into {self.root.parent / CLASSES}, one name a line, the first of number 0"
-                )
-        else:
-            classes = sorted(set(labels))
-        numbers = {name: number for number, name in enumerate(classes)}
-        if unknown := sorted(set(labels) - numbers.keys()):
-            hint = did_you_mean(unknown[0], classes)
-            raise UserError(f"{self.where}: {CLASSES} has no class {unknown[0]}{hint}; it names {len(classes)}")
-        return classes, [numbers[label] for label in labels]
+
+def number_labels(
+    source: ImageIndex, scan: Scan, labels: Sequence[str], places: Sequence[str] = ()
+) -> tuple[list[str], list[int]]:
+    """Return the classes of a source whose labels are names or numbers, as `as_label`, and the number of each label.
+
+    If there is a classes.txt, the scan watches it, and in an evaluation a class may lack images. `places` are words for
+    each label's place in messages. UserError for labels that classes.txt lacks, or numbers but not all of 0 to N - 1.
+    """
+    are_numbers = all(map(_is_number, labels))
+    if source.class_list:
+        scan.watch(str(source.class_list), os.stat(source.class_list))
+        source.may_lack_classes = source.root.name != "train"
+        classes = _read_classes(source.class_list)
+        if are_numbers and max(map(int, labels)) < len(classes) and not any(map(str.isdecimal, classes)):
+            return classes, list(map(int, labels))
+    elif are_numbers:
+        classes = sorted(set(labels), key=int)
+        missing = [number for number, name in enumerate(classes) if int(name) != number]
+        if missing:
+            raise UserError(
+                f"{source.where}: its labels are numbers up to {classes[-1]}, and {missing[0]} has no image; write "
+                f"all classes into {source.root.parent / CLASSES}, one name a line, the first of number 0"
+            )
+    else:
+        classes = sorted(set(labels))
+    numbers = {name: number for number, name in enumerate(classes)}
+    if unknown := sorted(set(labels) - numbers.keys()):
+        where = places[labels.index(unknown[0])] if places else source.where
+        hint = did_you_mean(unknown[0], classes)
+        raise UserError(f"{where}: {CLASSES} has no class {unknown[0]}{hint}; it names {len(classes)}")
+    return classes, [numbers[label] for label in labels]
+
+
+def as_label(value: object) -> str | None:
+    """Return a label as text, without spaces around it or zeros in front; None for neither text nor a whole number."""
+    text = str(value) if type(value) is int else value
+    if not isinstance(text, str):
+        return None
+    text = text.strip()
+    return str(int(text)) if _is_number(text) else text
+
+
+def _is_number(label: str) -> bool:
+    return label.isdecimal() and len(label) < 19
 
 
 def check_apart(train: Source, val: Source) -> None:
@@ -180,7 +194,7 @@ def _read_classes(path: Path) -> list[str]:
     """Return the names in classes.txt; UserError for none, an unusable one, or one that is there twice."""
     names = [name for name in (line.strip() for _, line in _read_lines(path)) if name]
     for name in names:
-        _check_class(f"{path}", name)
+        check_class(f"{path}", name)
     if not names:
         raise UserError(f"{path} is empty; write one class a line, or remove it")
     if len(set(names)) < len(names):
@@ -189,7 +203,8 @@ def _read_classes(path: Path) -> list[str]:
     return names
 
 
-def _check_class(where: str, name: str) -> None:
+def check_class(where: str, name: str) -> None:
+    """Raise UserError for a class that could not be a folder."""
     if not is_printable(name) or "/" in name or name in ("", ".", ".."):
         raise UserError(f"{where}: a class cannot be called {name!r}; give it a name that a folder could have")
 
@@ -207,8 +222,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
 def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the path and the label of each image of a split; with a separator its labels, sorted.
 
-    Raises:
-        UserError: a row lacks one of them, or the list does not say of which split its images are.
+    UserError if a row lacks one of them, or the list does not say of which split its images are.
     """
     is_of_all = path.stem == "images"
     needed = ("path", "label", *(["split"] if is_of_all and split != "train" else []))
@@ -219,8 +233,7 @@ def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator
         labels = [label]
         if separator is not None:
             labels = label.split(separator) if isinstance(label, str) else label if isinstance(label, list) else [label]
-        labels = [str(each) if type(each) is int else each for each in labels]
-        labels = [each.strip() if isinstance(each, str) else None for each in labels]
+        labels = list(map(as_label, labels))
         labels = labels if separator is None else [each for each in labels if each != ""]
         values["label"] = None if None in labels else labels[0] if labels else "none"
         if wrong := [name for name, value in values.items() if not isinstance(value, str) or not value]:
@@ -231,10 +244,9 @@ def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator
         if values["split"] not in SPLITS:
             raise UserError(one_line(f"{where}: split {values['split']!r}; expected train or val"))
         for label in labels:
-            _check_class(where, label)
+            check_class(where, label)
         if not is_of_all or values["split"] == split:
-            labels = {str(int(label)) if label.isdecimal() and len(label) < 19 else label for label in labels}
-            yield line, values["path"], (separator or "").join(sorted(labels))
+            yield line, values["path"], (separator or "").join(sorted(set(labels)))
 
 
 def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[int, dict]]:

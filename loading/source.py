@@ -208,11 +208,7 @@ def digest(pieces: Iterable[bytes]) -> str:
 
 
 def list_folder(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted; none if there is no such folder.
-
-    Raises:
-        UserError: the folder cannot be listed.
-    """
+    """Return the names in a folder, sorted, or none if there is no such folder; UserError if it cannot be listed."""
     if not folder.is_dir():
         return []
     try:

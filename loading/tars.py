@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tarfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -13,8 +14,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import ImageError, UserError, one_line
 from files import open_to_read, read_at
-from loading.index import ImageIndex, Scan
+from loading.index import CLASSES, ImageIndex, Scan
 from loading.progress import Progress
+from loading.samples import LABELS, Samples
 from loading.source import Source, check_num_bytes, digest, list_folder
 
 # The manifest that scripts/pack.py writes beside its shards, and the values by which it is recognised.
@@ -27,17 +29,14 @@ _MANIFEST_BYTES = 1 << 26
 class TarIndex(ImageIndex):
     """The images of tars: those of the folder that the tars would be extracted to.
 
-    Args:
-        root: the data path and the split's name.
-        files: the tars, in order.
-        form: "tars" if the names of members hold the class, "class tars" if the names of the tars do.
+    Its form is "tars" if the names of members hold the class, "class tars" if the names of the tars do.
     """
 
     layout = "{split}.tar, or shards from {split}-000000.tar on"
 
     def __init__(self, root: Path, files: list[Path], form: str = "tars") -> None:
-        where = files[0] if len(files) == 1 else files[0].with_name(f"{root.name}-*.tar")
-        super().__init__(root, root / "*.tar" if form == "class tars" else where, files)
+        where = files[0] if len(files) == 1 else files[0].with_name(re.sub(r"\d+\.tar$", "*.tar", files[0].name))
+        super().__init__(root, root / "*.tar" if form == "class tars" else where, files, root.parent / CLASSES)
         self.form = form
 
     @classmethod
@@ -47,11 +46,11 @@ class TarIndex(ImageIndex):
         official = f"ILSVRC2012_img_{root.name}.tar"
         found = []
         if within:
-            is_whole = _shards(root.name, within) == within or [tar.name for tar in within] == [official]
+            is_whole = len(within) in map(len, _shards(root.name, within)) or [tar.name for tar in within] == [official]
             found.append(cls(root, within, "tars" if is_whole else "class tars"))
-        sets = [_shards(root.name, beside)]
+        sets = _shards(root.name, beside)
         sets += [[tar] for name in (f"{root.name}.tar", official) for tar in beside if tar.name == name]
-        return found + [cls(root, tars) for tars in sets if tars]
+        return found + [cls(root, tars) for tars in sets]
 
     def path(self, number: int) -> str:
         """Return the words for an image in messages."""
@@ -96,11 +95,21 @@ class TarIndex(ImageIndex):
                     reader.scan_class(path.stem, 0, status.st_size)
                 else:
                     reader.scan(status.st_size)
+                    reader.samples.read_labels(path, file)
             progress.update(num_bytes=status.st_size - reader.num_read)
             if reader.ignored:
                 ignored = f"{len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored"
                 print(one_line(f"{path}: {ignored}"))
         found = reader.folders()
+        if reader.unread:
+            print(f"{reader.unread} and labels like it are not read: the folder is the class")
+        if reader.samples.images:
+            if folders := [folder for folder, images in found.items() if images and folder not in reader.flat]:
+                raise UserError(
+                    f"{self.where} holds the class folder {folders[0]} and, in no folder, images with a .cls or .json "
+                    "beside them; give each kind a --data-path of its own"
+                )
+            return reader.samples.add_to(scan, self, self.files)
         ordered = sorted((folder.split("/")[0], folder) for folder in found if folder)
         classes = sorted({name for name, _ in ordered})
         self.check_classes(classes, len(found.get("", ())))
@@ -117,30 +126,35 @@ def _tars_in(folder: Path) -> list[Path]:
     return [tar for tar in tars if tar.is_file()]
 
 
-def _shards(name: str, tars: list[Path]) -> list[Path]:
-    """Return the tars with names name-000000.tar and so on; UserError if the set is not complete."""
-    numbered = re.compile(re.escape(name) + r"-(\d{6,})\.tar")
-    shards = [tar for tar in tars if numbered.fullmatch(tar.name)]
-    for expected, tar in enumerate(shards):
-        if int(numbered.fullmatch(tar.name)[1]) != expected:
-            missing = tar.with_name(f"{name}-{expected:06d}.tar")
-            raise UserError(f"{missing} is missing, but {tar.name} is there; --data-path needs every shard of a set")
-    checksums = _checksums(name, shards[0].parent) if shards else {}
-    missing = [file for file in checksums if file not in {shard.name for shard in shards}]
+def _shards(name: str, tars: list[Path]) -> list[list[Path]]:
+    """Return the sets of numbered tars of a split, that of name-000000.tar first; UserError if one is not complete."""
+    words = {"train": r"(?:.*[-_.])?train", "val": r"(?:.*[-_.])?val(?:idation)?"}.get(name)
+    numbered = re.compile(rf"({words})-(\d+)\.tar" if words else rf"({re.escape(name)})-(\d{{6,}})\.tar")
+    found, sets = defaultdict(list), {}
+    for tar in tars:
+        if match := numbered.fullmatch(tar.name):
+            found[match[1]].append((int(match[2]), match[2], tar))
+    for prefix, shards in sorted(found.items(), key=lambda each: each[0] != name):
+        first, digits, _ = min(shards)
+        if first and (prefix != name or len(digits) < 6):
+            continue  # no shard, such as train-2024.tar
+        for expected, (number, _, tar) in enumerate(sorted(shards)):
+            if number != expected:
+                missing = tar.with_name(f"{prefix}-{expected:0{len(digits)}d}.tar")
+                raise UserError(f"{missing} is missing, but {tar.name} is there; a set needs every shard")
+        sets[prefix] = [tar for *_, tar in sorted(shards)]
+    checksums = _checksums(name, tars[0].parent) if name in sets else {}
+    missing = [file for file in checksums if file not in {shard.name for shard in sets[name]}]
     if missing:
         raise UserError(
-            f"{shards[0].with_name(missing[0])} is missing: {len(missing)} of the {len(checksums)} shards that "
+            f"{tars[0].with_name(missing[0])} is missing: {len(missing)} of the {len(checksums)} shards that "
             f"{PACK_MANIFEST} lists are not there; --data-path needs every shard of a set"
         )
-    return shards
+    return list(sets.values())
 
 
 def read_manifest(path: Path) -> dict | None:
-    """Return the manifest of a pack; None if there is no such file, or it is another tool's.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the manifest of a pack; None if there is none, or it is another tool's. UserError if it cannot be read."""
     try:
         with open_to_read(path) as file:
             return parse_manifest(file.read(_MANIFEST_BYTES))
@@ -162,8 +176,7 @@ def parse_manifest(content: bytes) -> dict | None:
 def _checksums(name: str, folder: Path) -> dict[str, str]:
     """Return the checksum of each shard of a split, by its name; nothing where the folder is no pack of it.
 
-    Raises:
-        UserError: the pack is not finished, or its manifest cannot be read.
+    UserError if the pack is not finished, or its manifest cannot be read.
     """
     manifest = read_manifest(folder / PACK_MANIFEST) or {}
     try:
@@ -200,8 +213,7 @@ def tar_members(
 ) -> Iterator[tarfile.TarInfo]:
     """Yield the members of the tar that begins at `start` of a file and ends at or before `end`.
 
-    Raises:
-        UserError: it is truncated, damaged or no tar, or a name in it points outside its folder.
+    UserError if it is truncated, damaged or no tar, or a name in it points outside its folder.
     """
     place = start
     file.seek(start)
@@ -240,6 +252,8 @@ class _TarReader:
         self.split_name, self.progress = split_name, progress
         self.plain: _Found = {}  # by the names of members
         self.by_class: _Found = {}  # by the names of class tars
+        self.flat, self.samples = ("", split_name), Samples()  # folders that are no classes, and the images in them
+        self.unread = ""  # the first label in a class folder
 
     def begin(self, path: Path, file: BinaryIO, number: int) -> None:
         """Read this tar from now on; `number` is its place among the tars."""
@@ -247,10 +261,9 @@ class _TarReader:
         self.num_read, self.ignored = 0, []
 
     def _entries(self, start: int, end: int) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-        """Yield the folder, the name and the member of each image and class tar; for a folder, no name.
+        """Yield the folder, the name and the member of each image, label and class tar; for a folder, no name.
 
-        Raises:
-            UserError: as `tar_members`; or an image is a link or in pieces.
+        UserError as `tar_members`, and if an image is a link or in pieces.
         """
         for member in tar_members(self.path, self.file, start, end):
             self.progress.update(num_bytes=member.offset - self.num_read)
@@ -258,7 +271,7 @@ class _TarReader:
             *folders, name = [part for part in member.name.split("/") if part not in ("", ".")] or [""]
             if member.isdir():
                 yield "/".join([*folders, name]), "", member
-            elif not name.lower().endswith((*IMG_EXTENSIONS, ".tar")):
+            elif not name.lower().endswith((*IMG_EXTENSIONS, ".tar", *LABELS)):
                 self.ignored += [] if member.isreg() else [member.name]
             elif member.isreg() and not member.issparse():
                 yield "/".join(folders), name, member
@@ -269,15 +282,20 @@ class _TarReader:
                 )
 
     def scan(self, end: int) -> None:
-        """Find a tar's images, and those of the class tars in it."""
+        """Find a tar's images, the labels beside them, and the images of the class tars in it."""
         for folder, name, member in self._entries(0, end):
             if name.lower().endswith(".tar"):
-                if folder in ("", self.split_name):
+                if folder in self.flat:
                     self.scan_class(name[: -len(".tar")], member.offset_data, member.offset_data + member.size)
                 continue
+            place = (self.number, member.offset_data, member.size)
+            if name and folder in self.flat:
+                self.samples.add(name, place)
+            elif name.lower().endswith(".cls"):
+                self.unread = self.unread or f"{self.path}: {member.name!r}"
             images = self.plain.setdefault(folder, {})
-            if name:
-                images[name] = (self.number, member.offset_data, member.size)
+            if name.lower().endswith(IMG_EXTENSIONS):
+                images[name] = place
 
     def scan_class(self, class_name: str, start: int, end: int) -> None:
         """Find the images of a tar of one class, which begins at `start` of the file."""
@@ -285,6 +303,11 @@ class _TarReader:
             raise UserError(f"{self.path} holds a tar of the class {class_name!r}, which cannot be a folder")
         self.by_class.setdefault(class_name, {})
         for folder, name, member in self._entries(start, end):
+            if name.lower().endswith(".cls"):
+                raise UserError(
+                    f"{self.path} holds the label {member.name!r}, and its own name would be the class; call such "
+                    f"tars {self.split_name}-000000.tar, {self.split_name}-000001.tar and so on"
+                )
             if name.lower().endswith(IMG_EXTENSIONS):
                 inner = f"{folder}/".removeprefix(f"{self.split_name}/{class_name}/").removeprefix(f"{class_name}/")
                 images = self.by_class.setdefault(f"{class_name}/{inner}".rstrip("/"), {})

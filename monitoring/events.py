@@ -19,11 +19,6 @@ class EventFile:
     names, so after a clock was set back the purge comes first and points are shown twice; and it reads no further than
     a half-written record. `SummaryWriter` writes in a thread, which prints a traceback if the disk is full.
 
-    Args:
-        folder: the run's folder.
-        records: the records of metrics.jsonl.
-        options: the run's, which are shown as a table.
-
     Raises:
         OSError: the file cannot be written; so do the methods, after which it is of no use.
     """

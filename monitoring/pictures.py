@@ -124,14 +124,7 @@ class Pictures:
     """Draws pictures of a run into its folder, the same after any restart; none of synthetic images.
 
     A picture that fails prints one warning and ends no run. Those of the first batch, of the best evaluation and of the
-    newest one are kept. The counts for confusion are a file beside them.
-
-    Args:
-        folder: the output folder; None for a process that draws nothing.
-        run: the state of the run.
-        args: options with `mean` and `std`.
-        val: the validation set.
-        evaluated: the validation set's name in the log.
+    newest one are kept. The counts for confusion are a file beside them. A process without a folder draws nothing.
     """
 
     def __init__(self, folder: Path | None, run: RunState, args: Any, val: Any, evaluated: str = "val") -> None:

@@ -25,10 +25,7 @@ IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
 def preview(args: Any) -> str:
     """Return the text of `--dry-run`. It reads no image, writes to no output folder and needs no particular device.
 
-    If a launcher started several processes, only the first can print afterwards.
-
-    Raises:
-        UserError: the options cannot be used together.
+    If a launcher started several processes, only the first can print afterwards. UserError for options that contradict.
     """
     optim.check_schedule(args)
     config.find_device(args)

@@ -76,11 +76,7 @@ def describe_record(folder: Path, claim: str) -> dict[str, Any]:
 
 
 def describe_log(path: Path, text: str, claim: str) -> dict[str, Any]:
-    """Return the content of record.json for the text of a command's log that ran here, at this commit.
-
-    Raises:
-        UserError: its first line is no command, or it holds no result.
-    """
+    """Return the content of record.json for the text of a command's log from here; UserError if it is none."""
     found, environment = list(_RESULT.finditer(text)), describe_environment(Namespace(device="cpu", world_size=1))
     if not text.startswith("$ ") or not found:
         raise UserError(f"{path}: expected `$ COMMAND` in its first line, and a line `Test: Acc@1 ...`")

@@ -83,11 +83,7 @@ class Truth(dict[str, str]):
 
 
 def read_devkit(path: Path) -> Truth:
-    """Return the classes that the devkit's archive lists.
-
-    Raises:
-        UserError: it is damaged or another file, or scipy is not installed.
-    """
+    """Return the classes of the devkit's archive; UserError if it is another file, or scipy is not installed."""
     loadmat = require_package("scipy.io", str(path)).loadmat
     with in_one_line(f"{path} is not a readable {DEVKIT}; download it again"), tarfile.open(path) as tar:
         folder = "ILSVRC2012_devkit_t12/data"

@@ -108,14 +108,7 @@ def check_inputs(output: Path, inputs: Iterable[str | Path]) -> None:
 
 
 def write_output(path: Path, content: bytes, option: str = "", verify: Callable[[Path], None] | None = None) -> None:
-    """Write a file whole or not at all.
-
-    Args:
-        path: the file to write.
-        content: the whole content.
-        option: the option that names the file, such as --json, for a message.
-        verify: as in `write_atomically`.
-    """
+    """Write a file whole or not at all; `option` names it in a message, and `verify` is as in `write_atomically`."""
     try:
         write_atomically(path, content, verify)
     except OSError as error:

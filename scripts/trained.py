@@ -97,10 +97,7 @@ def add_machine_options(parser: argparse.ArgumentParser, batch_size: int = 128) 
 def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Record:
     """Return the options with which a tool evaluates a model on this machine.
 
-    Args:
-        trained: the model and the options of its training.
-        options: the tool's; those that replace the checkpoint's have the names of train.py's.
-        is_alone: the tool runs as one process.
+    The tool's own replace the checkpoint's where they have the names of train.py's. If `is_alone`, it is one process.
     """
     ours = ("batch_size", "data_path", "device", "workers")
     given = {name: value for name in ours if (value := getattr(options, name, None)) is not None}

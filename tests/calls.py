@@ -66,14 +66,7 @@ class Trouble(NamedTuple):
 
 
 class Watch:
-    """Watches this process from now on; for a child that ends soon.
-
-    Args:
-        folder: the watched one.
-        log: where calls and notes are appended, outside of it.
-        trouble: what happens to them.
-        counted: the names of the calls that are counted.
-    """
+    """Watches a folder in this process from now on, for a child that ends soon; the log lies outside of it."""
 
     def __init__(self, folder: Path, log: Path, trouble: Trouble, counted: set[str]) -> None:
         self.folder, self.trouble, self.counted = os.path.realpath(folder), trouble, counted

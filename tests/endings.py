@@ -48,11 +48,8 @@ _OF_THE_COMMAND = {
 class Ending:
     """Everything that the folder of a run promises, read once.
 
-    Args:
-        folder: the output folder.
-        has_same_saves: whether the runs to be compared have saved at the same positions. If not, each numbered
-            checkpoint has to be good and of the step in its name, and a best one to hold the same weights: it may have
-            been saved before its evaluation.
+    Unless it `has_same_saves` as the other run, each numbered checkpoint has to be good and of the step in its name,
+    and a best one to hold the same weights: it may have been saved before its evaluation.
     """
 
     def __init__(self, folder: Path, *, has_same_saves: bool = True) -> None:

@@ -64,11 +64,7 @@ class File:
 
 
 class Disk:
-    """What the calls of a run do to a disk, and which part of it would outlast a power failure at each moment.
-
-    Args:
-        folder: how it is in the beginning, all durable.
-    """
+    """What the calls of a run do to a disk, and which part of it would outlast a power failure at each moment."""
 
     def __init__(self, folder: Path) -> None:
         self.files, self.durable, self.pending = {}, {}, []

@@ -81,22 +81,10 @@ def damage_truncated(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def damage_zeroed(path):
-    path.write_bytes(bytes(path.stat().st_size))
-
-
 def damage_flipped(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 16
     path.write_bytes(content)
-
-
-def damage_garbage(path):
-    path.write_bytes(random.Random(3).randbytes(1000))
-
-
-def damage_empty(path):
-    path.write_bytes(b"")
 
 
 class Hostile:
@@ -109,17 +97,8 @@ class Hostile:
         return os.system, (f"touch {self.victim}",)
 
 
-def damage_hostile(path):
-    torch.save({"format": 1, "model": Hostile(path.parent / "executed")}, path)
-
-
-def damage_hostile_legacy(path):
-    state = {"format": 1, "model": Hostile(path.parent / "executed")}
-    torch.save(state, path, _use_new_zipfile_serialization=False)
-
-
-def damage_hostile_pickle(path):
-    path.write_bytes(pickle.dumps(Hostile(path.parent / "executed")))
+def hostile(path):
+    return {"format": 1, "model": Hostile(path.parent / "executed")}
 
 
 def damage_folder(path):
@@ -128,7 +107,14 @@ def damage_folder(path):
     (path / "notes.txt").write_text("mine")
 
 
-DAMAGES = [
-    damage_truncated, damage_zeroed, damage_flipped, damage_garbage, damage_empty, damage_folder, damage_hostile,
-    damage_hostile_legacy, damage_hostile_pickle,
-]  # fmt: skip
+DAMAGES = {
+    "truncated": damage_truncated,
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "flipped": damage_flipped,
+    "garbage": lambda path: path.write_bytes(random.Random(3).randbytes(1000)),
+    "empty": lambda path: path.write_bytes(b""),
+    "folder": damage_folder,
+    "hostile": lambda path: torch.save(hostile(path), path),
+    "hostile, legacy": lambda path: torch.save(hostile(path), path, _use_new_zipfile_serialization=False),
+    "hostile pickle": lambda path: path.write_bytes(pickle.dumps(hostile(path)["model"])),
+}

@@ -1,6 +1,5 @@
 """loader.py: the samples in the sampler's order, whoever loads them, and memory that is used again."""
 
-import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -141,21 +140,17 @@ class Large(Dataset):
         return torch.full((3, 2048, 2048), key, dtype=torch.uint8), key
 
 
-def load_large():
-    loader = BatchLoader(Large(), Keys(3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
-    loader.start()
-    for image, label in loader:
-        assert torch.equal(image.amax((1, 2, 3)), label.to(torch.uint8))
-        print(label.tolist())
-
-
 def load_with_shared_memory_of(size, stdout):
     """Load in a process whose /dev/shm is that small."""
     assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", "/dev/shm"], check=True)
-    with open(stdout, "w") as file, contextlib.redirect_stdout(file):
-        load_large()
+    loader = BatchLoader(Large(), Keys(3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
+    loader.start()
+    with open(stdout, "w") as file:
+        for image, label in loader:
+            assert torch.equal(image.amax((1, 2, 3)), label.to(torch.uint8))
+            print(label.tolist(), file=file)
 
 
 HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(

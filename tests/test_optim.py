@@ -306,10 +306,6 @@ def test_optimizers_have_torchvisions_constants_and_the_bits_of_a_loop_over_para
     assert all(state.keys() == set(optim.OPTIMIZERS[opt].moments) for state in optimizer.state.values())
 
 
-def one_parameter():
-    return [{"params": [nn.Parameter(torch.zeros(1))]}]
-
-
 @pytest.mark.parametrize(("changes", "words"), [
     ({"opt": "sgd", "opt_betas": [0.9, 0.99]}, "--opt-betas: --opt sgd"),
     ({"opt": "adamw", "opt_betas": [0.9, 1]}, "--opt adamw"),
@@ -321,7 +317,7 @@ def one_parameter():
 ])  # fmt: skip
 def test_an_optimizer_that_cannot_be_built_or_used_is_refused_in_one_line(changes, words):
     with pytest.raises(UserError, match=words) as refusal:
-        optim.build_optimizer(options_of(**changes), one_parameter())
+        optim.build_optimizer(options_of(**changes), [{"params": [nn.Parameter(torch.zeros(1))]}])
     assert "\n" not in str(refusal.value)
 
 

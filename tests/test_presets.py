@@ -1,6 +1,7 @@
 """Pixels of the presets: torchvision's own, in every bit."""
 
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -18,11 +19,15 @@ from tests.images import encoded, picture
 
 SIZES = [(67, 45), (33, 80), (50, 50), (19, 24)]  # width, height; the last is smaller than the crop
 MODES = ["BILINEAR", "BICUBIC", "NEAREST"]
-NORMALIZE = [
-    tv.ConvertImageDtype(torch.float),
-    tv.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
-]
-POLICIES = [None, "ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn"]
+NORMALIZE = [tv.ConvertImageDtype(torch.float), tv.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+# As torchvision's reference preset builds them.
+POLICIES = {
+    None: None,
+    "ra": partial(autoaugment.RandAugment, magnitude=7),
+    "ta_wide": autoaugment.TrivialAugmentWide,
+    "augmix": partial(autoaugment.AugMix, severity=2),
+    **{each.value: partial(autoaugment.AutoAugment, each) for each in autoaugment.AutoAugmentPolicy},
+}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -41,21 +46,6 @@ def test_evaluation_pixels_are_torchvisions(size, mode, backend):
     assert torch.equal(preset(image), tv.Compose([*steps, *NORMALIZE])(image))
 
 
-def reference_policy(name, interpolation, magnitude, severity):
-    """The policies of torchvision's reference preset."""
-    match name:
-        case None:
-            return []
-        case "ra":
-            return [autoaugment.RandAugment(interpolation=interpolation, magnitude=magnitude)]
-        case "ta_wide":
-            return [autoaugment.TrivialAugmentWide(interpolation=interpolation)]
-        case "augmix":
-            return [autoaugment.AugMix(interpolation=interpolation, severity=severity)]
-        case _:
-            return [autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(name), interpolation=interpolation)]
-
-
 @pytest.mark.parametrize("backend", ["pil", "tensor"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_training_pixels_are_torchvisions_for_the_same_seed(policy, backend):
@@ -64,7 +54,7 @@ def test_training_pixels_are_torchvisions_for_the_same_seed(policy, backend):
     steps = [
         tv.RandomResizedCrop(32, scale=(0.3, 1.0), interpolation=interpolation, antialias=True),
         tv.RandomHorizontalFlip(0.4),
-        *reference_policy(policy, interpolation, magnitude=7, severity=2),
+        *([POLICIES[policy](interpolation=interpolation)] if policy else []),
         *([tv.ColorJitter(0.3, 0.3, 0.3), tv.RandomGrayscale(0.4)] if has_jitter else []),
         *([tv.RandomApply([tv.GaussianBlur(13, (0.1, 2.0))], 0.6)] if has_jitter else []),
     ]

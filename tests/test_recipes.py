@@ -316,13 +316,12 @@ def is_line(args):
     return args.lr_scheduler in ("linearlr", "wsd")
 
 
-def is_not_torchs(name):
-    """Those of torch's schedulers, as torchvision puts them together, are compared in test_optim.py."""
-    args = options_by_name(name)
-    return is_line(args) or not args.lr_warmup_prefix
+# Those of torch's schedulers, as torchvision puts them together, are compared in test_optim.py.
+NOT_TORCHS = [name for name, args in ((name, options_by_name(name)) for name in RECIPES)
+              if is_line(args) or not args.lr_warmup_prefix]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", one_of_each(rates_of, list(filter(is_not_torchs, RECIPES))))
+@pytest.mark.parametrize("name", one_of_each(rates_of, NOT_TORCHS))
 def test_learning_rates_are_the_sources(name):
     args = options_by_name(name)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)

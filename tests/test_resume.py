@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_refused_by_its_path_and_passed_over_by_auto(sta
     newest = out / "checkpoint-00000006.pth"
     newest.unlink()  # the copy of a hard link: damage this name's content only
     shutil.copy(out / "checkpoint-00000005.pth", newest)
-    damage(newest)
+    DAMAGES[damage](newest)
     (out / "checkpoint.pth").unlink()
     os.link(out / "checkpoint-00000004.pth", out / "checkpoint.pth")
     before = state_of(out)

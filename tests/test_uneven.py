@@ -16,7 +16,7 @@ from torch import nn
 
 import metrics
 from data import IndexedImageFolder
-from loading.source import Source
+from loading.index import ArraySource, encode
 from sampler import TrainSampler, VirtualShards
 from tests.endings import read_metrics
 from tests.started import refused, run_train
@@ -26,17 +26,9 @@ SIZES = [40, 30, 20, 1]
 LABELS = numpy.repeat(range(4), SIZES)
 
 
-class Uneven(Source):
-    form, classes = "uneven", [f"class{number}" for number in range(4)]
-
-    def __len__(self):
-        return len(LABELS)
-
-    def label(self, number):
-        return int(LABELS[number])
-
-    def name(self, number):
-        return f"{self.classes[self.label(number)]}/{number}.png"
+class Uneven(ArraySource):
+    form, classes, labels = "uneven", [f"class{number}" for number in range(4)], LABELS
+    names = encode(f"class{label}/{number}.png" for number, label in enumerate(LABELS))
 
 
 @pytest.fixture(scope="module")

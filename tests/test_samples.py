@@ -1,0 +1,125 @@
+"""loading/samples.py: WebDataset's shards against torchvision's ImageFolder of the same images."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from torchvision import datasets
+
+from errors import UserError
+from loading import index
+from loading.forms import open_source
+from tests.archives import tar_of
+
+KINDS = {
+    ".cls": lambda label: {".cls": f" {label}\n"},
+    ".json": lambda label: {".json": json.dumps({"width": 5, "label": label})},
+    "both": lambda label: {".CLS": str(label), ".json": '{"label": "another"}'},
+}
+
+
+def write_tar(path: Path, members: dict[str, str]):
+    """Write a tar of texts, by name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(tar_of({name: text.encode() for name, text in members.items()}))
+
+
+def write_both(folder: Path, labels: list, kind: str, shards: list[str], prefix=""):
+    """Write images of these labels, mixed, as WebDataset's shards and, in class folders, below `plain`."""
+    images = [(f"{number:04d}", label) for number, label in enumerate(labels * 3)]
+    random.Random(1).shuffle(images)
+    for number, shard in enumerate(shards):
+        members = {}
+        for key, label in images[number :: len(shards)]:
+            parts = {".jpg": f"the image {key}", ".txt": "a caption", **KINDS[kind](label)}
+            members |= {f"{prefix}{key}{ending}": parts[ending] for ending in sorted(parts)}
+            (folder / "plain" / str(label)).mkdir(parents=True, exist_ok=True)
+            (folder / "plain" / str(label) / f"{key}.jpg").write_text(parts[".jpg"])
+        write_tar(folder / shard, members)
+
+
+@pytest.mark.parametrize(("labels", "kind", "shards", "prefix"), [
+    ([2, 0, 1], ".cls", ["train-000000.tar"], ""),
+    ([2, 0, 1], ".json", [f"imagenet1k-train-{number:04d}.tar" for number in range(2)], "./"),
+    (["bee", "ant", "cat"], ".json", ["train.tar"], "train/"),
+    (["bee", "ant", "cat"], "both", [f"train/train-{number}.tar" for number in range(11)], ""),
+])  # fmt: skip
+def test_shards_with_labels_are_the_class_folders_of_their_images(tmp_path, monkeypatch, labels, kind, shards, prefix):
+    monkeypatch.setattr(index, "RACY_NS", 0)
+    write_both(tmp_path, labels, kind, shards, prefix)
+    theirs = datasets.ImageFolder(tmp_path / "plain")
+    for _ in range(2):  # by a scan, and from the cache
+        found = open_source(tmp_path / "train")
+        numbers = range(len(found))
+        assert found.classes == theirs.classes
+        samples = [(str(tmp_path / "plain" / found.name(number)), found.label(number)) for number in numbers]
+        assert samples == theirs.samples
+        assert [found.read(number).decode() for number in numbers] == [Path(path).read_text() for path, _ in samples]
+        assert found.fingerprint() == open_source(tmp_path / "plain").fingerprint()
+    assert index.cache_path(tmp_path / "train").is_file()
+
+
+def test_classes_txt_names_the_numbers_and_an_evaluation_may_lack_some(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "RACY_NS", 0)
+    write_both(tmp_path, [11, 2], ".cls", ["imagenet1k-validation-00.tar"])
+    with pytest.raises(UserError, match="its labels are numbers up to 11, and 0 has no image; write all classes into"):
+        open_source(tmp_path / "val")
+    for first in ("z", "y"):  # the cache is not stale
+        (tmp_path / "classes.txt").write_text("\n".join([first, *(f"n{number}" for number in range(11))]))
+        found = open_source(tmp_path / "val")
+        assert found.classes[:2] == [first, "n0"]
+        known = [*((f"n1/000{key}.jpg", 2) for key in (1, 3, 5)), *((f"n10/000{key}.jpg", 11) for key in (0, 2, 4))]
+        assert [(found.name(number), found.label(number)) for number in range(6)] == known
+
+
+GOOD = {"1.jpg": "", "1.cls": "0"}
+BAD = {
+    "an image without a label": ({**GOOD, "2.jpg": ""}, "holds '2.jpg' without a label"),
+    "a label without an image": ({**GOOD, "2.gif": "", "2.cls": "1"}, "'2.cls': there are 1 such .* 0 images"),
+    "two images of a key": ({**GOOD, "1.mask.png": ""}, "'1.cls': there are 1 such labels and 2 images of this key"),
+    "two labels of a key": ({**GOOD, "1.CLS": "1"}, "'1.cls': there are 2 such labels"),
+    "a key in two folders": ({**GOOD, "val/1.jpg": ""}, "2 images of this key"),
+    "a dot in a key": ({"1.a.jpg": "", "1.a.cls": "0"}, "holds 1 image and no class folders"),
+    "JSON without a label": ({"1.jpg": "", "1.json": '{"class": 1}'}, "'1.json': expected a JSON object with label"),
+    "no object": ({"1.jpg": "", "1.json": "[1]"}, "expected a JSON object with label"),
+    "deep JSON": ({"1.jpg": "", "1.json": "[" * 100_000}, "expected a JSON object with label"),
+    "a list": ({"1.jpg": "", "1.json": '{"label": [1, 2]}'}, r"label is \[1, 2\]; expected one name or number"),
+    "a fraction": ({"1.jpg": "", "1.json": '{"label": 1.0}'}, "label is 1.0"),
+    "an empty label": ({"1.jpg": "", "1.cls": "\n"}, "label is '.n'; expected one name"),
+    "a long label": ({"1.jpg": "", "1.cls": "9" * 5000}, "label is '9{79}; expected one name"),
+    "a path": ({"1.jpg": "", "1.cls": "../x"}, "a class cannot be called '../x'"),
+    "no class of classes.txt": ({"1.jpg": "", "1.cls": "ape"}, "'1.jpg': classes.txt has no class ape"),
+    "class folders too": ({**GOOD, "cat/2.jpg": ""}, "holds the class folder cat and, in no folder, images with"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_labels_are_one_line_that_names_shard_and_member(tmp_path, case):
+    (tmp_path / "classes.txt").write_text("bee\nant\n")
+    write_tar(tmp_path / "val.tar", BAD[case][0])
+    with pytest.raises(UserError, match=BAD[case][1]) as caught:
+        open_source(tmp_path / "val")
+    assert "val.tar" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_of_an_earlier_shard_and_shards_that_look_like_class_tars_are_refused(tmp_path, capsys):
+    for number in (0, 1):
+        write_tar(tmp_path / f"x-train-{number}.tar", GOOD)
+        write_tar(tmp_path / "val" / f"{number:05d}.tar", GOOD)
+        write_tar(tmp_path / f"real-{number:06d}.tar", {"part/1.jpg": "", "part/1.cls": "0"})
+    with pytest.raises(UserError, match=r"x-train-1.tar, '1.cls': an earlier tar has this key"):
+        open_source(tmp_path / "train")
+    with pytest.raises(UserError, match=r"00000.tar holds the label '1.cls'.* call such tars val-000000.tar"):
+        open_source(tmp_path / "val")
+    assert open_source(tmp_path / "real").classes == ["part"]
+    assert "'part/1.cls' and labels like it are not read: the folder is the class" in capsys.readouterr().out
+
+
+def test_a_set_with_a_hole_is_refused_and_a_tar_with_a_year_in_its_name_is_no_shard(tmp_path):
+    write_both(tmp_path, ["a"], ".cls", ["x-train-0.tar", "x-train-2.tar", "train-2024.tar"])
+    with pytest.raises(UserError, match=r"x-train-1.tar is missing, but x-train-2.tar is there"):
+        open_source(tmp_path / "train")
+    (tmp_path / "x-train-2.tar").unlink()
+    assert open_source(tmp_path / "train").where == str(tmp_path / "x-train-0.tar")
