@@ -353,7 +353,7 @@ def resolve(
         "best_metric": "map" if values["multi_label"] and "best_metric" not in names else values["best_metric"],
         # Code runs only from a file that the command line names: see `custom.code.load_function`.
         "trusted": [text for name, text in own if name in typed],
-        "code": hash_code([*(pair for pair in own if pair[0] != "metrics"), *weights]),  # metrics change no weights
+        "code": hash_code([*own, *weights]),
     }
     args = Record(**values)
     if args.list_recipes is None:

@@ -180,15 +180,15 @@ def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
     """Return the loss of the options; `--class-weights` weighs the classes of `train`. UserError if it is none."""
     weight = class_weights(args, train) if args.class_weights and train is not None else None
     if args.criterion is not None:
-        criterion = load_function("criterion", args)()
-        if not callable(criterion):
-            raise UserError(f"--criterion {args.criterion} returned a {type(criterion).__name__}, expected a loss")
-        if train is not None:
-            with in_one_line(f"--criterion {args.criterion}, on scores of zero"):
-                scores = torch.zeros(2, len(train.classes))
-                loss = criterion(scores, scores if args.multi_label else torch.zeros(2, dtype=torch.int64))
+        with in_one_line(f"--criterion {args.criterion}"):
+            criterion = load_function("criterion", args)()
+            if not callable(criterion):
+                raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
+            for target in [] if train is None else _example_targets(args, len(train.classes)):
+                with in_one_line(f"targets of shape {tuple(target.shape)}"):
+                    loss = criterion(torch.zeros(len(target), len(train.classes)), target)
                 if not isinstance(loss, Tensor) or loss.ndim:
-                    raise UserError(f"it returns {loss!r:.60}; expected the mean of a batch, a 0-d tensor")
+                    raise UserError(f"the loss is {loss!r:.60}; expected the mean of a batch, a 0-d tensor")
         criterion = criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
     elif args.bce_loss:
         criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh, weight)
@@ -198,6 +198,14 @@ def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
         criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     weight = models.AUXILIARY_WEIGHTS.get(args.model)
     return criterion if weight is None else AuxiliaryLoss(criterion, weight)
+
+
+def _example_targets(args: Any, num_classes: int) -> list[Tensor]:
+    """Return the targets of some images, in each form that losses and metrics are given in this run."""
+    size = 3 if num_classes == 2 else 2  # no shape fits by chance
+    classes, shares = torch.zeros(size, dtype=torch.int64), torch.zeros(size, num_classes)
+    is_mixed = args.mixup_alpha or args.cutmix_alpha
+    return [classes] * (not args.multi_label) + [shares] * bool(args.multi_label or is_mixed)
 
 
 def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: Dataset) -> nn.Module:
@@ -540,7 +548,12 @@ def build_metrics(args: Any, num_classes: int) -> list[Metric]:
     for name in filter(split_custom, args.metrics or ()):
         with in_one_line(f"--metrics {name}"):
             metric = load_function("metrics", args, name)(num_classes)
-            _check_metric(metric, num_classes, {*CURVES} & {"loss", *(each for m in metrics for each in m.curves)})
+            _check_metric(
+                metric,
+                num_classes,
+                _example_targets(args, num_classes),
+                {*CURVES} & {"loss", *(each for m in metrics for each in m.curves)},
+            )
             metric.key = split_custom(name)[1]
             CURVES.update({curve: shown._asdict() for curve, shown in metric.curves.items()})
             metrics.append(metric)
@@ -550,20 +563,26 @@ def build_metrics(args: Any, num_classes: int) -> list[Metric]:
     return metrics
 
 
-def _check_metric(metric: Any, num_classes: int, taken: set[str]) -> None:
-    """Refuse a metric of the user's own whose sums of two images are not as it says, or whose names others have."""
+def _check_metric(metric: Any, num_classes: int, targets: list[Tensor], taken: set[str]) -> None:
+    """Refuse a metric of the user's own whose sums of some images are not as it says, or whose names others have."""
     if not isinstance(metric, Metric):
         raise UserError(f"returned {metric!r:.80}; expected a metrics.Metric")
     if both := metric.curves.keys() & (taken | RESERVED):
         raise UserError(f"its curve {min(both)} has a name that is taken; give it another")
-    sums = metric.batch_sums(torch.zeros(2, num_classes), torch.zeros(2, dtype=torch.int64), torch.arange(2))
-    if (number := sum(each.numel() for each in sums)) != metric.num_sums:
-        raise UserError(f"batch_sums returns {number} sums, and its num_sums is {metric.num_sums}; give num_sums")
-    values = metric.compute([float(each) for part in sums for each in part.flatten()], 2)
+    for target in targets:
+        batch = torch.zeros(len(target), num_classes), target, torch.arange(len(target))
+        with in_one_line(f"targets of shape {tuple(target.shape)}"):
+            sums = metric.batch_sums(*batch)
+        if not all(isinstance(each, Tensor) for each in sums):
+            raise UserError("batch_sums returns no list of tensors; leave .item() out, which waits for the device")
+        if (number := sum(each.numel() for each in sums)) != metric.num_sums:
+            raise UserError(f"batch_sums returns {number} sums, and its num_sums is {metric.num_sums}; give num_sums")
+    values = metric.compute([float(each) for part in sums for each in part.flatten()], len(target))
+    metric.observe(*batch)
+    values |= metric.gather()
     if bad := [name for name, value in values.items() if type(value) not in (int, float, list)]:
         raise UserError(f"compute returns a {type(values[bad[0]]).__name__} as {bad[0]}; expected a float")
-    is_gathered = type(metric).gather is not Metric.gather
-    if not is_gathered and (lacking := metric.curves.keys() - values.keys()):
+    if lacking := metric.curves.keys() - values.keys():
         raise UserError(f"compute returns no {min(lacking)}, which curves names")
 
 

@@ -226,12 +226,21 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
             known, value = (str(device).split(":")[0] for device in (known, value))
         is_named = name in OWN and isinstance(known, str) and isinstance(value, str)
         is_same = is_same_model(known, value) if is_named else known == value
+        is_same = is_same or (name == "code" and isinstance(known, str) and not _changed_files(known, value))
         if not is_same:
             differing[name] = (known, value)
     batches = theirs["reference_global_batch"], args.reference_global_batch
     if args.lr_scaling != "none" and batches[0] != batches[1]:
         differing["lr_scaling"] = (f"{theirs['lr_scaling']} from {batches[0]}", f"{args.lr_scaling} from {batches[1]}")
     return differing
+
+
+def _changed_files(theirs: str, ours: str) -> list[str]:
+    """Return the options in which two results of `hash_code` differ; metrics may come and go."""
+    files = [text.split(", ") if text else [] for text in (theirs, ours)]
+    names = dict.fromkeys(each.rpartition(" ")[0] for each in files[0] + files[1])
+    hashes = {name: [[each for each in some if each.startswith(f"{name} ")] for some in files] for name in names}
+    return [name for name, (a, b) in hashes.items() if a != b and (name != "metrics" or (a and b))]
 
 
 def _is_free(name: str, args: Any) -> bool:
@@ -264,9 +273,8 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
     if name == "code":
-        both = [dict(each.rsplit(" ", 1) for each in text.split(", ") if each) for text in (theirs, ours)]
-        changed = [key for key in both[0] | both[1] if both[0].get(key) != both[1].get(key)]
-        return f"the file of --{_dashed(changed).replace(',', ', --')} has another content than the checkpoint's"
+        changed = _dashed(_changed_files(theirs, ours)).replace(",", ", --")
+        return f"the file of --{changed} has another content than the checkpoint's"
     notes = {
         "threads": " (CPU threads: OMP_NUM_THREADS)",
         "weights": " (not read: the checkpoint has the run's own)",

@@ -39,7 +39,7 @@ def check_source(root: Path) -> list[Source]:
             f"first: python -m scripts.prepare {root.parent} NEW_FOLDER"
         )
     if not root.parent.is_dir():
-        raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/")
+        raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/, or lists, train.csv")
     tables = [name for name in list_folder(root.parent) if Path(name).suffix in SEPARATORS and name[:4] != "LOC_"]
     if tables and not find_sources(root.parent / "train"):
         raise UserError(
@@ -53,7 +53,7 @@ def check_source(root: Path) -> list[Source]:
             "a folder train/ there, and give --minival 0.1 unless there is a val/ too"
         )
     layouts = ", or ".join(form.layout.format(split=root.name) for form in FORMS[1:] + FORMS[:1])
-    hint = "; or --minival 0.02 evaluates on training images that it holds out" if root.name == "val" else ""
+    hint = "; or --minival 0.1 evaluates on training images that it holds out" if root.name == "val" else ""
     raise UserError(f"{data_path} has no {root.name}/; it must hold {layouts}{hint}")
 
 
@@ -63,10 +63,11 @@ def open_named(option: str, text: str, separator: str | None = None) -> tuple[st
     if not name or not place:
         raise UserError(f"{option} {text}: expected NAME=DIR, such as val=/data/imagenet/val")
     root = Path(place) if Path(place).name not in ("", "..") else Path(os.path.abspath(place))
+    root = root.with_suffix("") if root.suffix in SEPARATORS else root
     if not find_sources(root):
         raise UserError(
-            f"{option} {text}: {place} holds no images; give a folder with one folder for each class, or the path of "
-            "tars or of a pack without their ending"
+            f"{option} {text}: {place} holds no images; give a folder with one folder for each class, a list, or "
+            "the path of tars or of a pack without their ending"
         )
     return name, open_source(root, separator)
 

@@ -214,6 +214,7 @@ class Scan:
         self.base = base
         self.watched, self.states = [], []
         self.doubt = ""  # why the scan may not be cached
+        self.unread = []  # files in class folders that are no images by their names
         self.names, self.labels, self.places, self.label_sets = [], [], [], None
 
     def watch(self, path: str, status: os.stat_result) -> None:
@@ -272,6 +273,9 @@ class FolderIndex(ImageIndex):
             for folder, names in sorted(_walk(root, name, scan)):
                 scan.add(folder, label, names)
             progress.update()
+        if scan.unread:
+            words = f"such as {scan.unread[0]}, whose endings are not {' '.join(IMG_EXTENSIONS)}"
+            print(one_line(f"{self.where}: {counted(len(scan.unread), 'file')} not read, {words}"))
         return classes
 
 
@@ -301,7 +305,8 @@ def _list_folder(path: str, scan: Scan) -> tuple[list[str], list[str]]:
     files = [entry.name for entry in entries if entry.name not in folders]
     images = [name for name in files if name.lower().endswith(IMG_EXTENSIONS)]
     if len(images) < len(files):
-        others = [os.path.join(path, name) for name in set(files) - set(images)]
+        others = [os.path.join(path, name) for name in sorted({*files} - {*images})]
+        scan.unread += [other for other in others if os.path.basename(other)[0] != "."]
         dangling = [other for other in others if os.path.islink(other) and not os.path.exists(other)]
         # The link may lead to a disk that is not mounted: its folder could appear later without a change here.
         scan.doubt = scan.doubt or "".join(f"the link {link} has no target" for link in dangling[:1])

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -59,6 +60,9 @@ class ListIndex(ImageIndex):
         if self.separator is None:
             classes, labels = number_labels(self, scan, [label for _, _, label in rows])
             folders = classes
+            if several := [name for name in classes if re.search("[,;|]", name)]:
+                words = f"such as {several[0]!r}, is one label here; --multi-label reads several labels an image"
+                print(one_line(f"{self.where}: {counted(len(several), 'class')} with a separator in its name, {words}"))
         else:
             classes, labels, folders = self._number_sets([label for _, _, label in rows], scan)
         found: dict[tuple, int] = {}
@@ -127,6 +131,8 @@ def number_labels(
     each label's place in messages. UserError for labels that classes.txt lacks, or numbers but not all of 0 to N - 1.
     """
     are_numbers = all(map(_is_number, labels))
+    if not are_numbers and all(_is_number(label.removeprefix("-")) for label in labels):
+        raise UserError(f"{source.where}: label {min(labels)} is negative; the first class is 0")
     if source.class_list:
         scan.watch(str(source.class_list), os.stat(source.class_list))
         source.may_lack_classes = source.root.name != "train"
@@ -293,7 +299,10 @@ def _read_columns(path: Path, separator: str, read: Collection[str]) -> Iterator
             print(one_line(f"{path}: {counted(len(unread), 'column')} not read: {', '.join(unread)}"))
         for row in filter(None, reader):
             if len(row) != len(columns):
-                raise UserError(f"{path}, line {reader.line_num}: {len(row)} values for {len(columns)} columns")
+                raise UserError(
+                    f"{path}, line {reader.line_num}: {len(row)} values for {len(columns)} columns; a value that holds "
+                    f"{separator!r} stands in quotes"
+                )
             yield reader.line_num, dict(zip(columns, row, strict=True))
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: {error}") from error

@@ -119,8 +119,9 @@ def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
     words += ["--minival", str(args.minival)] if args.minival and args.synthetic is None else []
     words += ["--device", str(args.device)] if "device" in args.given else []
     # A FILE.py is run only if it is named.
-    own = [(n, [BY_NAME[n].flag, text]) for n, text in own_code(vars(args)) if n in ("model", "criterion", "metrics")]
+    own = [(n, [BY_NAME[n].flag, text]) for n, text in own_code(vars(args)) if n in ("model", "criterion")]
     words += [word for _, given in own for word in given]
+    words += ["--metrics", *args.metrics] if args.metrics else []
     model = [word for name, given in own if name == "model" for word in given]
     return [
         f"curves    tensorboard --logdir {shlex.quote(str(folder))}",

@@ -133,7 +133,8 @@ class Report:
         """Print the report."""
         for name, facts in self.splits.items():
             amounts = counted(facts["images"], "image", ","), counted(facts["classes"], "class", ",")
-            print(f"{name}: {' of '.join(amounts)} ({facts['per_class']} each)")
+            fewest = f", the fewest in {one_line(facts['fewest'])}" if " to " in facts["per_class"] else ""
+            print(f"{name}: {' of '.join(amounts)} ({facts['per_class']} each{fewest})")
             print(f"  decoded {facts['looked_at']:,}, {size_text(facts['bytes'])}")
             if "mean" in facts:
                 flags = (f"--{name} {' '.join(f'{value:.4f}' for value in facts[name])}" for name in ("mean", "std"))
@@ -182,6 +183,7 @@ def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Re
         counts = count_classes(index)
         per_class = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
         report.splits[name] = {"images": len(index), "classes": len(index.classes), "per_class": per_class}
+        report.splits[name]["fewest"] = index.classes[counts.argmin()]
         for option, number, noun in ((name, len(index), "images"), ("classes", len(index.classes), "classes")):
             given = getattr(options, f"expect_{option}")
             expected = (IMAGENET[option] if is_imagenet else "any") if given is None else given

@@ -175,10 +175,13 @@ def show(
             stream.write(f"{one_line(each.file):<{width}}  {words}\n")
 
 
-def write_page(options: argparse.Namespace, predictions: list[tuple[Prediction, str | None]]) -> None:
-    """Write `--html` from predictions and the images' own classes."""
-    is_right = [truth == each.top[0][0] for each, truth in predictions if truth is not None]
-    facts = [["weights", options.checkpoint], ["images of a known class", len(is_right)], ["right", sum(is_right)]]
+def write_page(
+    options: argparse.Namespace, predictions: list[tuple[Prediction, str | None]], *, is_ranked: bool
+) -> None:
+    """Write `--html` from predictions and the images' own classes, one of which each has if it `is_ranked`."""
+    is_right = [truth == each.top[0][0] for each, truth in predictions if truth is not None] if is_ranked else []
+    facts = [["weights", options.checkpoint]]
+    facts += [["images of a known class", len(is_right)], ["right", sum(is_right)]] if is_right else []
     shown = sorted(predictions, key=lambda pair: pair[0].top[0][1])[:150]  # a page below 2 MB
     lines = [[*(f"{p:.1%} {name}" for name, p in each.top), f"is {truth}" if truth else ""] for each, truth in shown]
     images = ((open_image(Path(each.file)), [each.file, *rest]) for (each, _), rest in zip(shown, lines, strict=True))
@@ -192,7 +195,8 @@ def predict(options: argparse.Namespace) -> int:
         images = find_images(options.images)
         trained = open_given(options, takes_graphs=True)
         is_multi_label = bool(trained.args.multi_label)
-        truths = [None] * len(images) if is_multi_label else find_truths(images, dict.fromkeys(trained.classes or ()))
+        truths = [truth for _, truth in images]
+        truths = truths if is_multi_label else find_truths(images, dict.fromkeys(trained.classes or ()))
         device = torch.device(settle(trained, options).device)
         model = trained.model if device.type == "cpu" else trained.model.to(device)
         score = partial(_top, lambda image: model(image.to(device)), trained.classes, options, is_multi_label)
@@ -200,7 +204,7 @@ def predict(options: argparse.Namespace) -> int:
         predictions = [each for each in results if isinstance(each, Prediction)]
         if options.html is not None:
             pairs = [pair for pair in zip(results, truths, strict=True) if isinstance(pair[0], Prediction)]
-            write_page(options, pairs)
+            write_page(options, pairs, is_ranked=not is_multi_label)
         show(predictions, trained.preprocessing, options, stdout)
     unreadable = [each for each in results if isinstance(each, str)]
     for reason in unreadable:

@@ -54,7 +54,7 @@ HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-
 body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em }}
 table {{ border-collapse: collapse }} td, th {{ border: 1px solid #ddd; padding: 2px 9px; text-align: left }}
 div {{ display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start }} div > table {{ flex: 1 1 400px }}
-div td, figure {{ overflow-wrap: anywhere }} figure {{ margin: 0; width: 160px; font-size: 13px }}
+div td:first-child, figure {{ overflow-wrap: anywhere }} figure {{ margin: 0; width: 160px; font-size: 13px }}
 summary {{ cursor: pointer; font-weight: bold; margin: 1em 0 }}
 pre {{ background: #f7f7f7; overflow: auto; padding: 0.8em }} img {{ max-width: 100% }}
 </style></head><body><h1>{title}</h1>
@@ -305,7 +305,8 @@ def bests(run: LoggedRun) -> dict[str, tuple[float, int]]:
 def best_metric(run: LoggedRun) -> str:
     """Return the metric by which a run is ranked: `--best-metric`, or Acc@1 or mAP where that is one's own."""
     names = [run.options.get("best-metric", "acc1"), "acc1", "map"]
-    return next((name for name in names if name in CURVES and run.points("val", name)), "acc1")
+    kinds = kinds_in([run]).keys() - {"train"}
+    return next((name for name in names if name in CURVES and any(run.points(kind, name) for kind in kinds)), "acc1")
 
 
 def describe_result(run: LoggedRun) -> str:
@@ -319,6 +320,9 @@ def describe_result(run: LoggedRun) -> str:
         after = f"after step {step} ({epoch:.4g} epochs)"
         rows.append([f"{name}, best", f"{value:.3f} {unit}, {after}".replace(" ,", ",")])
         rows.append([f"{name}, last", f"{last:.3f} {unit}, after step {last_step}".replace(" ,", ",")])
+        if (own := run.options.get("best-metric")) not in CURVES and (points := run.points(kind, own)):
+            step, last = list(points.items())[-1]
+            rows.append([f"{own}, {kinds_in([run])[kind]}, last", f"{last:.4g}, after step {step}"])
     rates = run.points("train", "images_per_s").values()
     rows.append(["state", " ".join(str(status.get(name, "")) for name in ("state", "reason"))])
     rows.append(["time", run.took])
@@ -349,12 +353,13 @@ def rank_runs(runs: list[LoggedRun]) -> str:
     """Return the table of several runs, the best first, with the options that differ."""
     names = dict.fromkeys(name for run in runs for name in run.options)
     differing = [n for n in names if len({json.dumps(run.options.get(n), default=str) for run in runs}) > 1]
-    rows = []
+    name, rows = best_metric(runs[0]), []
+    sign = -1 if CURVES[name].get("is_lower_better") else 1
     for run in runs:
-        best, step = max(bests(run).values(), default=(math.nan, 0))
+        best, step = max(bests(run).values(), key=lambda found: sign * found[0], default=(math.nan, 0))
         rows.append([run.name, best, f"{step / run.steps_per_epoch:.4g}", run.took, *map(run.options.get, differing)])
-    rows.sort(key=lambda row: (math.isnan(row[1]), -row[1]))
-    return table(["run", "best Acc@1", "epoch", "time", *differing], rows)
+    rows.sort(key=lambda row: (math.isnan(row[1]), -sign * row[1]))
+    return table(["run", f"best {PANELS[name].partition(',')[0]}", "epoch", "time", *differing], rows)
 
 
 def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:

@@ -52,7 +52,14 @@ def test_a_healthy_set_is_healthy(images, tmp_path):
     code, report, found = look(tmp_path, images, *COUNTS)
     assert (code, found) == (0, {})
     num_bytes = sum(path.stat().st_size for path in (images / "train").rglob("*.jpg"))
-    expected = {"images": 29, "classes": 3, "per_class": "8 to 11", "looked_at": 29, "bytes": num_bytes}
+    expected = {
+        "images": 29,
+        "classes": 3,
+        "per_class": "8 to 11",
+        "fewest": "class2",
+        "looked_at": 29,
+        "bytes": num_bytes,
+    }
     assert report["splits"]["train"] == expected
 
 

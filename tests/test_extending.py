@@ -63,6 +63,9 @@ def fails_later():
 def half_negative(epoch, epochs):
     return 1.0 if epoch == int(epoch) else -1.0
 
+def loss_itself(output, target):
+    return torch.nn.functional.cross_entropy(output, target)
+
 def each_image():
     return lambda output, target: torch.nn.functional.cross_entropy(output, target, reduction="none")
 
@@ -92,6 +95,27 @@ def named_images(num_classes):
 
 def two_sums(num_classes):
     return Count(sums=2)
+
+class Items(Count):
+    def batch_sums(self, output, target, index):
+        return [1.0]
+
+def items(num_classes):
+    return Items()
+
+class Hard(Count):
+    def batch_sums(self, output, target, index):
+        return [(output.argmax(1) == target).sum()]
+
+def hard(num_classes):
+    return Hard()
+
+class Ungathered(Count):
+    def gather(self, *names):
+        return {names[0]: 1.0}
+
+def ungathered(num_classes):
+    return Ungathered()
 
 class Numpy(Count):
     def compute(self, sums, count):
@@ -164,7 +188,7 @@ def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_pat
     assert started.go_on(tmp_path, tmp_path / "killed", *own, faults=kill).codes != [0]
     started.go_on(tmp_path, tmp_path / "killed", *own, "--resume", "auto").check()
     found, _ = check_same_weights(tmp_path / "killed", tmp_path / "whole", "model", "optimizer")
-    assert re.fullmatch(", ".join(f"{n} [0-9a-f]{{16}}" for n in names if n != "metrics"), found["args"]["code"])
+    assert re.fullmatch(", ".join(f"{n} [0-9a-f]{{16}}" for n in names), found["args"]["code"])
     assert found["best"]["metric"] == "val/surest"
     records = [read_metrics(tmp_path / out / "metrics.jsonl") for out in ("whole", "killed")]
     assert records[0] == records[1]
@@ -231,6 +255,15 @@ def test_a_resumed_window_of_other_metrics_begins_anew(started, mine, tmp_path):
     assert {record["x"] for record in read_metrics(tmp_path / "out" / "metrics.jsonl")} == {2.0}
 
 
+def test_metrics_may_come_and_go_but_not_change(started, mine, tmp_path):
+    out, own = tmp_path / "out", ["--metrics", f"{mine}:ones", "--best-metric", "x"]
+    started.go_on(tmp_path, out, *own, "--epochs", 1).check()
+    started.go_on(tmp_path, out, "--resume", "auto", "--epochs", 1).check()
+    mine.write_text(SAME + "\n")
+    words = "the file of --metrics has another content", "give --allow-change code"
+    refused(started.go_on(tmp_path, out, *own, "--resume", "auto", "--epochs", 1), *words)
+
+
 def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(started, mine, tmp_path):
     own, out = ["--criterion", f"{mine}:smooth"], tmp_path / "out"
     started.go_on(tmp_path, out, *own, "--epochs", 1).check()
@@ -258,12 +291,16 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--lr-scheduler {}:nothing_at_all", "unsupported operand"),
     ("--lr-scheduler cosin", "is no schedule"), ("--metrics f2", "--metrics f2 is no metric"),
     ("--metrics {}:nothing_at_all", "returned None; expected a metrics.Metric"),
-    ("--criterion {}:each_image", "it returns tensor([1.0986, 1.0986]); expected the mean of a batch, a 0-d tensor"),
+    ("--criterion {}:each_image", "the loss is tensor([1.0986, 1.0986]); expected the mean of a batch, a 0-d tensor"),
     ("--lr-scheduler {}:half_negative --lr-per-step", "its factor in epoch 0.0625 is -1.0; expected 0 or more"),
     ("--metrics {}:named_acc1", "its curve acc1 has a name that is taken"),
     ("--metrics {}:named_images", "its curve images has a name that is taken"),
     ("--metrics {}:ones {}:twos", "its curve x has a name that is taken"),
     ("--metrics {}:two_sums", "batch_sums returns 2 sums, and its num_sums is 1; give num_sums"),
+    ("--metrics {}:items", "batch_sums returns no list of tensors; leave .item() out"),
+    ("--metrics {}:hard --mixup-alpha 0.2", "targets of shape (2, 3): The size of tensor a (2) must match"),
+    ("--metrics {}:ungathered", "tuple index out of range"),
+    ("--criterion {}:loss_itself", "loss_itself: loss_itself() missing 2 required positional arguments"),
     ("--metrics {}:numpys", "compute returns a float32 as x; expected a float"),
     ("--data-path {}:below", "a label is -1; expected a whole number from 0 to 2"),
     ("--data-path {}:beyond", "a label is 3; expected a whole number from 0 to 2"),

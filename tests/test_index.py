@@ -40,7 +40,7 @@ def samples(found):
     return [(found.name(number), found.label(number), found.read(number)) for number in range(len(found))]
 
 
-def test_images_are_image_folders_with_links_and_odd_names(folder):
+def test_images_are_image_folders_with_links_and_odd_names(folder, capsys):
     elsewhere = folder.parent / "elsewhere"
     (elsewhere / "in").mkdir(parents=True)
     (elsewhere / "in" / "l.jpg").write_bytes(b"linked")
@@ -53,7 +53,9 @@ def test_images_are_image_folders_with_links_and_odd_names(folder):
     (folder / "a" / "link.jpg").symlink_to(folder / "b" / "2.jpg")
     (folder / "a" / "gone").symlink_to(folder / "nowhere")
     (folder / "a" / "circle").symlink_to(folder / "a" / "circle")
+    (folder / "a" / "phone.heic").write_bytes(b"not read")
     theirs, ours = datasets.ImageFolder(folder), open_source(folder)
+    assert f"4 files not read, such as {folder}/a/circle, whose endings are not .jpg" in capsys.readouterr().out
     assert ours.classes == theirs.classes
     assert [(ours.path(number), ours.label(number)) for number in range(len(ours))] == theirs.samples
     assert [ours.read(number) for number in range(len(ours))] == [Path(path).read_bytes() for path, _ in theirs.samples]

@@ -11,7 +11,7 @@ from torchvision import datasets
 
 from errors import UserError
 from loading import lists
-from loading.forms import open_source
+from loading.forms import open_named, open_source
 from tests.images import write_images
 
 
@@ -137,6 +137,8 @@ def edited(folder: Path, **changes) -> None:
     (lambda folder: edited(folder, label=""), "label is ''; expected one name or number"),
     (lambda folder: edited(folder, label="a\nb"), "a class cannot be called"),
     (lambda folder: edited(folder, label="a/b"), "a class cannot be called 'a/b'"),
+    (lambda folder: write_list(folder / "train.csv", [row | {"label": -1} for row in rows_of(folder, "train", folder)]),
+     "label -1 is negative; the first class is 0"),
     (lambda folder: edited(folder, label=rows_of(folder, "train")[-1]["label"], path=rows_of(folder, "train", folder)[1]
                            ["path"]), "is listed with two classes"),
     (lambda folder: edited(folder, path=rows_of(folder, "train", folder)[1]["path"]), "is listed twice"),
@@ -174,6 +176,13 @@ def test_spaces_around_a_class_are_no_part_of_it(folder):
     (folder / "classes.txt").write_text("a \n")
     (folder / "train.csv").write_text(f"path, label\n{path}, a \n")
     assert open_source(folder / "train").classes == ["a"]
+
+
+def test_labels_that_look_like_several_are_named(folder, capsys):
+    edited(folder, label="tench,fish")
+    assert "tench,fish" in open_source(folder / "train").classes
+    assert "1 class with a separator in its name, such as 'tench,fish', is one label here" in capsys.readouterr().out
+    assert len(open_named("--set", f"v={folder / 'train.csv'}")[1]) == len(open_source(folder / "train"))
 
 
 def test_an_image_in_both_lists_is_refused(folder):

@@ -159,6 +159,11 @@ def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):
         expected = model((pixels - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)).sigmoid()[0]
     found = {each["class"]: each["probability"] for each in image["top"]}
     assert [found[name] for name in CLASSES] == pytest.approx(expected.tolist(), rel=1e-5)
+    html = ["--html", tmp_path / "p.html", "--device", "cpu"]
+    run_tool(tmp_path, "predict", best, labelled / "train.csv", *html)
+    shown = (tmp_path / "p.html").read_text()
+    assert all(", ".join(reversed(truth_of(number))) in shown for number in range(48))
+    assert "known class" not in shown
     again = ["--test-only", "--weights", best, "--model", "timm/tiny_test", "--data-path", labelled, "--device", "cpu"]
     assert " map " in run_train(tmp_path, *again).check().output  # by the checkpoint's own options
     _, output = run_tool(tmp_path, "check", labelled, "--multi-label", "--expect-val", "any", "--workers", 1)

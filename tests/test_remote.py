@@ -282,7 +282,7 @@ def test_a_bucket_of_seaweedfs_gives_the_same_bits_and_no_file_holds_the_key(
             code, output = run_plainly("scripts.pack", out, *upload[1:])
             assert code == 0, output
         expected = {path.name: path.read_bytes() for path in (tmp_path / "local pack").iterdir()}
-        for lacking in ["val-000000.tar", "manifest.json"], ["train.index.gz"], []:  # all of it, and after a kill
+        for lacking in ["val-000000.tar", "SHA256SUMS"], ["train.index.gz"], []:  # all of it, and after a kill
             objects = {each["path"] for some in obstore.list(store) for each in some}
             assert {name: bytes(obstore.get(store, name).bytes()) for name in objects} == expected
             obstore.delete(store, lacking)

@@ -101,6 +101,16 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
     assert not [tag for tag, _ in page.tags if tag == "script"]
 
 
+def test_the_result_is_by_the_metric_that_chose_the_best(tmp_path):
+    run = write_run(tmp_path / "run")
+    records = (run / "metrics.jsonl").read_text().replace('"val"', '"minival"')
+    for name, shown in (("map", "mean average precision, minival, best"), ("brier", "brier, minival, last")):
+        (run / "metrics.jsonl").write_text(records.replace('"acc1"', f'"map": 3.0, "{name}"'))
+        (run / "recipe.toml").write_text(f'title = "t"\n[optimization]\nbest-metric = "{name}"\n')
+        rows = Cells(write_report([run]).read_text()).rows
+        assert [row for row in rows if row and row[0].startswith(shown)], rows[:4]
+
+
 def test_confusion_is_that_of_the_counts():
     (confusion,) = draw_confusion(["cat", "dog"], [[3, 1, 0], [0, 4, 0]], "title").axes
     assert confusion.images[0].get_array().tolist() == [[0.75, 0.25], [0.0, 1.0]]  # no column without a count
