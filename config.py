@@ -407,6 +407,8 @@ def on_machine(args: Record) -> tuple[Record, list[str]]:
         "distributed": launch.is_launched,
         "gpu": collectives.choose_gpu(launch, device),
     }
+    if args.amp and device == "cpu" and args.amp_dtype != "bfloat16":
+        lines.append("--amp computes in float16, in which a CPU is slow; see --amp-dtype bfloat16")
     return args.replaced(**changes), lines + remarks(args)
 
 

@@ -246,7 +246,7 @@ def build_more_sets(args: Any, dataset_test: Dataset) -> dict[str, Dataset]:
     """Return the sets of `--eval-data` by their names; UserError if one has other classes than the validation set."""
     sets = {}
     for text in args.eval_data or () if args.synthetic is None else ():
-        name, source = open_named("--eval-data", text, args.multi_label)
+        name, source = open_named("--eval-data", text, args.multi_label, **remote_options(args))
         sets[name] = IndexedImageFolder(source.root, dataset_test.transform, args.seed, source)
         with in_one_line(f"--eval-data {name}"):
             check_classes(sets[name], dataset_test)

@@ -47,6 +47,8 @@ def check_source(root: Path) -> list[Source]:
             "with the columns path and label, and give --minival 0.1 unless there is a list val too"
         )
     folders = [name for name in list_folder(root.parent) if (root.parent / name).is_dir() and name[0] != "."]
+    if folders and root.parent.name in ("train", "val"):
+        raise UserError(f"{data_path} is one split; give the folder that holds it, {root.parent.parent}")
     if len(folders) > 1 and "val" not in folders and not find_sources(root.parent / "train"):
         raise UserError(
             f"{data_path} has no {root.name}/; if {folders[0]}, {folders[1]} ... are its classes, put all of them into "
@@ -57,11 +59,19 @@ def check_source(root: Path) -> list[Source]:
     raise UserError(f"{data_path} has no {root.name}/; it must hold {layouts}{hint}")
 
 
-def open_named(option: str, text: str, separator: str | None = None) -> tuple[str, Source]:
-    """Return the name of NAME=DIR, which `option` gave, and its images, opened; UserError if there are none."""
+def open_named(option: str, text: str, separator: str | None = None, **remote: Any) -> tuple[str, Source]:
+    """Return the name of NAME=DIR, which `option` gave, and its images, opened; UserError if there are none.
+
+    `remote` are arguments of `RemotePack`, for an address of a pack and the split's name.
+    """
     name, _, place = text.partition("=")
     if not name or not place:
         raise UserError(f"{option} {text}: expected NAME=DIR, such as val=/data/imagenet/val")
+    if is_remote(place):
+        url, _, split = place.rstrip("/").rpartition("/")
+        return name, RemotePack(url, split, **remote)
+    if {"train", "val"} <= {*list_folder(Path(place))}:
+        raise UserError(f"{option} {text}: it holds train/ and val/; give one of them, such as {name}={place}/val")
     root = Path(place) if Path(place).name not in ("", "..") else Path(os.path.abspath(place))
     root = root.with_suffix("") if root.suffix in SEPARATORS else root
     if not find_sources(root):

@@ -19,9 +19,10 @@ from loading.forms import open_source
 from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
+from loading.remote import RemotePack
 from loading.source import Source, count_classes
 from options import BY_NAME
-from scripts.tool import build_parser, given_path, in_order, output_file, positive, run, write_report
+from scripts.tool import build_parser, given_place, in_order, output_file, positive, run, write_report
 
 PROG = "python -m scripts.check"
 
@@ -159,15 +160,16 @@ class Report:
 
 
 def open_splits(
-    data_path: Path, names: tuple[str, ...], report: Report, separator: str | None = None
+    data_path: Path | str, names: tuple[str, ...], report: Report, separator: str | None = None
 ) -> dict[str, Source]:
     """Return the images of each split that can be opened, and report why the other splits cannot."""
-    if not data_path.is_dir():
+    if isinstance(data_path, Path) and not data_path.is_dir():
         raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/")
     splits = {}
     for name in names:
         try:
-            splits[name] = open_source(data_path / name, separator)
+            is_folder = isinstance(data_path, Path)
+            splits[name] = open_source(data_path / name, separator) if is_folder else RemotePack(data_path, name)
         except UserError as error:
             hint = "; --expect-val 0 checks train alone, for train.py --minival" if name == "val" and splits else ""
             report.add("set", name, None, f"{error}{hint}")
@@ -255,7 +257,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     about = "Decode every image of a data set, and compare its counts and classes."
     parser = build_parser(PROG, "DATA_PATH [options]", about, EPILOG)
     add, cores = parser.add_argument, collectives.count_cores()
-    add("data_path", metavar="DATA_PATH", type=given_path, help="as train.py's --data-path")
+    add("data_path", metavar="DATA_PATH", type=given_place, help="as train.py's --data-path")
     for name, noun in (
         ("train", "images of train"), ("val", "images of val; 0 checks train alone"),
         ("classes", "classes of each split"),

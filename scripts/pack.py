@@ -28,10 +28,20 @@ from loading.forms import check_source, find_sources, open_source
 from loading.index import encode, with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
-from loading.remote import encode_index, in_child, index_name, is_remote, open_store, with_patience
+from loading.remote import encode_index, in_child, index_name, open_store, with_patience
 from loading.source import Source
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, parse_manifest
-from scripts.tool import as_json, build_parser, check_outside, given_path, in_order, make_out, positive, run
+from scripts.tool import (
+    as_json,
+    build_parser,
+    check_outside,
+    given_path,
+    given_place,
+    in_order,
+    make_out,
+    positive,
+    run,
+)
 
 PROG = "python -m scripts.pack"
 
@@ -386,11 +396,6 @@ def summarize(manifest: dict) -> None:
         images, size, before = (sum(each[key] for each in shards) for key in ("images", "bytes", "source_bytes"))
         amounts = f"{counted(images, 'image', ',')} in {counted(len(shards), 'shard')}"
         print(f"{one_line(name)}: {amounts}, {size_text(size)}, {size / max(before, 1):.0%} of {size_text(before)}")
-
-
-def given_place(text: str) -> str | Path:
-    """Return an address, or else a path; an argparse type."""
-    return text if is_remote(text) else given_path(text)
 
 
 def get_args_parser() -> argparse.ArgumentParser:

@@ -69,6 +69,11 @@ def given_path(text: str) -> Path:
     return Path(text)
 
 
+def given_place(text: str) -> str | Path:
+    """Return the address of a pack, or else a path; an argparse type."""
+    return text if "://" in text else given_path(text)
+
+
 def output_file(*endings: str) -> Callable[[str], Path]:
     """Return an argparse type: the path of a file that can be written; others are refused before hours of work.
 

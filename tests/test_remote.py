@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from errors import ImageError, UserError
 from loading import fill, remote
 from loading.forms import open_source
 from tests.endings import read_metrics
+from tests.exports import run_tool
 from tests.images import run_pack
 from tests.ranks import REPOSITORY
 from tests.servers import FAULTS, RangeServer, find_weed, nginx, seaweed
@@ -247,6 +249,23 @@ def test_a_run_has_the_bits_of_the_local_pack_killed_and_resumed_with_faults(sta
     for out in ("cold", "killed", "mixed"):
         check_same_weights(tmp_path / out, tmp_path / "local", "model", "optimizer")
         assert read_metrics(tmp_path / out / "metrics.jsonl") == read_metrics(tmp_path / "local" / "metrics.jsonl")
+
+
+def test_check_evaluate_and_more_sets_read_an_address(started, server, packed, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    _, output = run_tool(tmp_path, "check", server.url, "--workers", 1)
+    assert "train: 29 images of 3 classes" in output
+    assert output.endswith("healthy\n")
+    sets = ["--set", f"away={server.url}/val", "--set", f"local={packed}/val"]
+    report = tmp_path / "report.json"
+    run_tool(tmp_path, "evaluate", started.out / "best.pth", *sets, "--workers", 0, "--json", report)
+    found = json.loads(report.read_text())["sets"]
+    assert found["away"] == found["local"]
+    more = ["--test-only", "--weights", started.out / "best.pth", "--eval-data", f"away={server.url}/val"]
+    lines = run_train(tmp_path, *started.argv, *more, "--data-path", packed).check().output.splitlines()
+    results = [line.partition("Acc@1")[2] for line in lines if " Acc@1 " in line]
+    assert len(results) == 2
+    assert results[0] == results[1]
 
 
 needs_nginx = pytest.mark.skipif(shutil.which("nginx") is None and not os.environ.get("CI"), reason="needs nginx")
