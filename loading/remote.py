@@ -124,9 +124,9 @@ class HttpStore:
             raise UserError(
                 f"{where}: the server sends whole files where a range is asked for; use one that has ranges"
             )
-        raise _refusal(
-            where, response.status, f"{response.status} {response.reason}", response.getheader("Retry-After")
-        )
+        reason, place = f"{response.status} {response.reason}", response.getheader("Location", "").partition("?")[0]
+        reason += f" to {place}, which is not followed" if place else ""
+        raise _refusal(where, response.status, reason, response.getheader("Retry-After"))
 
     def _connect(self) -> "_Connection":
         known = getattr(self._local, "connection", None)

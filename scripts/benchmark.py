@@ -28,9 +28,10 @@ from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError
 from loading import decode
+from loading.forms import open_split
 from run import BareRun
 from sampler import SampleKey, TrainSampler, VirtualShards
-from scripts.tool import build_parser, given_path, output_file, positive, run, write_report
+from scripts.tool import build_parser, given_path, given_place, output_file, positive, run, write_report
 
 PROG = "python -m scripts.benchmark"
 
@@ -111,7 +112,8 @@ def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, 
         ways = {"torchvision": partial(load_all, theirs.__getitem__, numbers, split)}
         for folder in (options.data_path, *options.pack):
             args = config.parse_args(["--data-path", str(folder), "--device", "cpu", *argv])
-            images = data.IndexedImageFolder(folder / split, data.build_presets(args)[place])
+            source = open_split(f"{folder}/{split}", args)
+            images = data.IndexedImageFolder(source.root, data.build_presets(args)[place], source=source)
             if len(images) != len(theirs):
                 raise UserError(f"{folder} has {len(images)} images in {split}, and --data-path has {len(theirs)}")
             ways[str(folder)] = partial(load_all, images.load, numbers, split)
@@ -260,7 +262,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     add("--steps", metavar="N", type=positive, default=10, help="step: steps in a turn (default: 10)")
     add("--images", metavar="N", type=positive, default=400, help="loader: images of each split (default: 400)")
     add("--data-path", metavar="DIR", type=given_path, help="loader: class folders in train/ and val/")
-    add("--pack", metavar="DIR", type=given_path, nargs="+", default=[], help="loader: packs of them, to measure too")
+    add("--pack", metavar="DIR", type=given_place, nargs="+", default=[], help="loader: packs, or addresses, of them")
     add("--json", metavar="FILE", type=output_file(".json"), help="write every figure to FILE")
     return parser
 

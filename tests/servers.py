@@ -60,7 +60,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if fault == "silent":
                 return
         if (fault is not None and fault.isdecimal()) or not path.is_file():
-            self.answer(int(fault) if fault and fault.isdecimal() else 404, b"<html>no</html>", {"Retry-After": "0"})
+            place = {"Location": "https://elsewhere/x?signature=secret"} if fault == "302" else {}
+            status = int(fault) if fault and fault.isdecimal() else 404
+            self.answer(status, b"<html>no</html>", {"Retry-After": "0", **place})
             return
         content, asked = path.read_bytes(), self.headers.get("Range")
         status, headers = 200, {}

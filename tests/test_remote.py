@@ -100,7 +100,9 @@ def test_a_hundred_faults_change_no_byte(server, packed, tmp_path):
 
 @pytest.mark.parametrize(("always", "words"), [
     ("404", "404 Not Found: there is no such object or bucket"), ("403", "the credentials do not allow it"),
-    ("401", "give credentials"), ("410", "the server refuses"), ("503", "(tried for 0.3 s); --resume auto goes on"),
+    ("401", "give credentials"), ("410", "the server refuses"),
+    ("302", "302 Found to https://elsewhere/x, which is not followed: the server refuses to send it"),
+    ("503", "(tried for 0.3 s); --resume auto goes on"),
     ("silent", "(tried for 0.3 s); --resume auto goes on"), ("wrong", "is no index of this version"),
 ])  # fmt: skip
 def test_an_index_that_cannot_be_had_is_one_line(server, tmp_path, always, words):
