@@ -62,13 +62,13 @@ def _view(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Tasks:
-    """The batches to load, for a `DataLoader`: each one's set, slot of the shared memory, and keys.
+    """The batches to load, for a `DataLoader`: each one's set, slot, keys, and those that the same worker loads next.
 
-    The slots take turns; without shared memory the slot is None.
+    The slots of the shared memory take turns; without it the slot is None.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots, self.number = num_slots, 0
+    def __init__(self, num_slots: int, num_workers: int) -> None:
+        self.num_slots, self.num_workers, self.number = num_slots, max(num_workers, 1), 0
         self.choose(0, None)
 
     def choose(self, place: int, sampler: Any) -> int:
@@ -76,9 +76,11 @@ class _Tasks:
         self.place, self.sampler, self.number = place, sampler, self.number + 1
         return self.number
 
-    def __iter__(self) -> Iterator[tuple[int, int | None, list[int]]]:
+    def __iter__(self) -> Iterator[tuple[int, int | None, list[int], list[int]]]:
         slots = itertools.cycle(range(self.num_slots) or [None])
-        return zip(itertools.repeat(self.place), slots, batches_of(self.sampler), strict=False)
+        batches, ahead = itertools.tee(batches_of(self.sampler))
+        following = itertools.chain(itertools.islice(ahead, self.num_workers, None), itertools.repeat([]))
+        return zip(itertools.repeat(self.place), slots, batches, following, strict=False)
 
 
 def batches_of(sampler: Any) -> Iterable[list[int]]:
@@ -92,9 +94,11 @@ class _Filler(Dataset):
     def __init__(self, sets: list[Dataset], slots: list[Tensor]) -> None:
         self.sets, self.slots = sets, slots
 
-    def __getitems__(self, task: tuple[int, int | None, list[int]]) -> tuple:
+    def __getitems__(self, task: tuple[int, int | None, list[int], list[int]]) -> tuple:
         """Return a batch; for one in a slot, the slot's number, the images' shape, and the classes."""
-        place, slot, keys = task
+        place, slot, keys, following = task
+        if (source := getattr(self.sets[place], "index", None)) is not None:
+            source.expect([*keys, *following])
         samples = [self.sets[place].load(key) for key in keys]
         if slot is None:
             return collate(samples)
@@ -135,7 +139,7 @@ class BatchLoader:
                 exit_code=2,
             ) from error
         self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)) if num_slots else []
-        self._sets, self._place, self._tasks = [dataset], 0, _Tasks(num_slots)
+        self._sets, self._place, self._tasks = [dataset], 0, _Tasks(num_slots, num_workers)
         self.loader = DataLoader(
             _Filler(self._sets, self.slots),
             batch_sampler=self._tasks,

@@ -12,10 +12,12 @@ import threading
 import time
 import urllib.parse
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy
@@ -35,6 +37,9 @@ _SILENCE_S, _FIRST_WAIT_S, _LONGEST_WAIT_S, _QUIET_S = 20.0, 0.1, 20.0, 10.0
 
 # Bytes of a part of an upload, and the seconds within which a request to object storage has to be done.
 _CHUNK_BYTES, _TRANSFER_S = 8 << 20, 600.0
+
+# Images that a process fetches at once, which hides the time that each takes on its way.
+_AT_ONCE = 32
 
 # The default cache leaves this share of the disk free.
 _FREE_SHARE = 0.1
@@ -330,9 +335,13 @@ class Cache:
         limit = free if gib is None else gib * 2**30
         self.num_kept = int(numpy.searchsorted(numpy.cumsum(sizes, dtype=numpy.int64), limit, side="right"))
 
+    def has(self, number: int) -> bool:
+        """Tell whether an image is there."""
+        return number < self.num_kept and os.pread(self._there, 1, number) == b"\1"
+
     def read(self, number: int) -> bytes | None:
         """Return an image's bytes, not checked yet, or None if they are not there."""
-        if number >= self.num_kept or os.pread(self._there, 1, number) != b"\1":
+        if not self.has(number):
             return None
         return os.pread(self._data, int(self.sizes[number]), int(self.offsets[number]))
 
@@ -403,6 +412,7 @@ class RemotePack(ArraySource):
         )
         folder = home / f"{digest([content])}-{split}"
         self.cache = Cache(folder, begins + self.columns["offsets"], self.columns["sizes"], cache_gib)
+        self._pid, self._work, self._coming = None, SimpleQueue(), {}
 
     def path(self, number: int) -> str:
         """Return the words for an image in messages."""
@@ -451,13 +461,37 @@ class RemotePack(ArraySource):
             f"{where}, bytes {start} to {end}: their CRC-32 is not that of the index; upload the pack again"
         )
 
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Begin to fetch, many at a time, what the cache lacks of the images that are read next."""
+        lacking = [number for number in map(int, numbers) if not self.cache.has(number)]
+        if lacking and self._pid != os.getpid():  # threads survive no fork
+            self._pid, self._work, self._coming = os.getpid(), SimpleQueue(), {}
+            for _ in range(_AT_ONCE):
+                threading.Thread(target=self._serve, daemon=True).start()
+        self._coming = {number: self._coming.get(number) or self._begin(number) for number in lacking}
+
+    def _begin(self, number: int) -> Future:
+        future = Future()
+        self._work.put((number, future))
+        return future
+
+    def _serve(self) -> None:
+        """Fetch images that are expected, in a thread."""
+        while True:
+            number, future = self._work.get()
+            try:
+                future.set_result(self.fetch(number))
+            except BaseException as error:
+                future.set_exception(error)
+
     def read(self, number: int) -> bytes:
         """Return the bytes of an image's file, from the cache or else from the address; raises as `fetch`."""
-        content = self.cache.read(number)
+        coming = self._coming.pop(number, None) if self._pid == os.getpid() else None
+        content = self.cache.read(number) if coming is None else None
         if content is not None:
             if zlib.crc32(content) == self.columns["crcs"][number]:
                 return content
             self.cache.forget(number)
-        (content,) = self.fetch(number)
+        (content,) = self.fetch(number) if coming is None else coming.result()
         self.cache.write(number, content)
         return content

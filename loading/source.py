@@ -89,6 +89,10 @@ class Source(ABC):
             check_num_bytes(os.fstat(file.fileno()).st_size)
             return file.read()
 
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Hear which images are read next; what a network delays may be fetched ahead."""
+        return
+
     def fingerprint(self) -> str:
         """Return a hash of the names and labels of all images, the same in every format."""
         return digest(line_of(self.name(number), self.label(number)) for number in range(len(self)))
@@ -134,6 +138,10 @@ class Subset(Source):
     def read(self, number: int) -> bytes:
         """Return the bytes of an image's file; raises as `Source.read`."""
         return self.whole.read(int(self.numbers[number]))
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Let the whole source know."""
+        self.whole.expect(self.numbers[list(numbers)].tolist())
 
     def fingerprint(self) -> str:
         """Return a hash of the whole source's fingerprint and the numbers: faster than one of a million names."""

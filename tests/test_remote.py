@@ -126,6 +126,20 @@ def test_an_image_that_cannot_be_had_ends_in_a_line_that_names_the_object(server
     assert f"{server.url}/train-000000.tar" in str(caught.value)
 
 
+def test_expected_images_are_fetched_once_and_errors_come_with_the_image(server, packed, tmp_path):
+    ours = open_pack(server, tmp_path, cache_gib=0, timeout_s=0.3)
+    for numbers in (range(20), range(29)):
+        ours.expect(numbers)
+    assert [ours.read(n) for n in range(29)] == local_bytes(packed)
+    assert sum(asked is not None for _, asked, _ in server.requests) == 29
+    server.always = "404"
+    ours.expect([3, 4])
+    with pytest.raises(ImageError, match="there is no such object"):
+        ours.read(3)
+    server.always = None
+    assert ours.read(3) == local_bytes(packed)[3]
+
+
 def test_an_object_that_changed_and_a_server_without_ranges_are_refused(server, tmp_path):
     ours = open_pack(server, tmp_path)
     with open(server.folder / "train-000000.tar", "ab") as file:
