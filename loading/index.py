@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import UserError, counted, one_line
 from files import open_to_read, retry, write_atomically
 from loading.progress import Progress
-from loading.source import Source, digest, encoded
+from loading.source import IMG_EXTENSIONS, Source, digest, encoded
 
 # A file that changed less than this before it was read may have changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000

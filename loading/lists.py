@@ -10,12 +10,11 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import UserError, counted, did_you_mean, is_printable, one_line
 from files import open_to_read
 from loading.index import CLASSES, ImageIndex, Scan, encode
-from loading.source import Source
+from loading.source import IMG_EXTENSIONS, Source
 
 # By the ending of a list, what separates its columns; each line of .jsonl is an object of its own.
 SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": None}

@@ -6,11 +6,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import BinaryIO
 
-from torchvision.datasets.folder import IMG_EXTENSIONS
-
 from errors import UserError
 from loading.index import ImageIndex, Scan
 from loading.lists import as_label, check_class, number_labels
+from loading.source import IMG_EXTENSIONS
 
 # Endings of labels; of two beside an image the first counts.
 LABELS = (".cls", ".json")

@@ -12,6 +12,9 @@ import numpy
 from errors import BadImageError, UserError
 from files import open_to_read
 
+# torchvision's, whose import would take seconds and half a gigabyte in a process that needs nothing else of it.
+IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
 # 12 bytes for each of `decode.MAX_PIXELS`: a larger file can be no image, and would fill memory.
 _MAX_BYTES = 1 << 30
 

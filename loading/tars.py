@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from torchvision.datasets.folder import IMG_EXTENSIONS
-
 from errors import ImageError, UserError, one_line
 from files import open_to_read, read_at
 from loading.index import CLASSES, ImageIndex, Scan
 from loading.progress import Progress
 from loading.samples import LABELS, Samples
-from loading.source import Source, check_num_bytes, digest, list_folder
+from loading.source import IMG_EXTENSIONS, Source, check_num_bytes, digest, list_folder
 
 # The manifest that scripts/pack.py writes beside its shards, and the values by which it is recognised.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1

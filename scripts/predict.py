@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from distributed import collectives
 from errors import BadImageError, UserError, counted, did_you_mean, one_line
@@ -21,6 +20,7 @@ from files import open_to_read
 from loading.decode import decode_plainly
 from loading.lists import SEPARATORS, read_table
 from loading.progress import Progress
+from loading.source import IMG_EXTENSIONS
 from presets import ClassificationPresetEval
 from scripts.report import page, show_images, table
 from scripts.tool import as_json, build_parser, output_file, own_stdout, positive, run, write_output

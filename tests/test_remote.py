@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from errors import ImageError, UserError
 from loading import fill, remote
@@ -227,6 +228,12 @@ def test_the_filler_fills_and_then_nothing_is_asked_for(server, packed, tmp_path
     ours = open_pack(server, tmp_path)
     assert [ours.read(n) for n in range(29)] == local_bytes(packed)
     assert len([1 for _, again, _ in server.requests if again]) == len(asked)
+
+
+def test_the_filler_does_without_torch():
+    script = "import sys, loading.fill, loading.source; print('torch' in sys.modules, loading.source.IMG_EXTENSIONS)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == f"False {IMG_EXTENSIONS}\n"
 
 
 def test_the_filler_ends_with_its_parent_though_the_server_fails(server, tmp_path):
