@@ -205,7 +205,9 @@ def test_an_edited_list_is_another_data_set(folder):
 
 def test_classes_without_train_are_answered_with_what_helps(folder):
     with pytest.raises(UserError, match="are its classes, put all of them into a folder train/"):
-        open_source(folder / "train" / "train")
+        open_source((folder / "train").rename(folder / "photos") / "train")
+    with pytest.raises(UserError, match="is one split; give the folder that holds it"):
+        open_source(folder / "val" / "train")
 
 
 def test_a_column_that_is_there_twice_is_refused(folder):
