@@ -135,6 +135,7 @@ class Option:
             group.add_argument(self.flag, action=argparse.BooleanOptionalAction, **settings)
             return
         given = {"choices": self.choices, "nargs": self.nargs, "const": self.const, "metavar": self.metavar}
+        given["action"] = "extend" if self.type is str and self.nargs in ("*", "+") else None  # a second adds its names
         given = {name: value for name, value in given.items() if value is not None}
         group.add_argument(*self.aliases, self.flag, dest=self.dest, type=self.type, **settings, **given)
 
@@ -602,11 +603,13 @@ class HelpOnWord(argparse.Action):
         """Print the help, and exit."""
         if word:
             found = [action for action in parser._actions if word in f"{action.option_strings} {action.help}".lower()]
-            if not found:
+            rows = (Path(__file__).parent / "docs" / "other-scripts.md").read_text().splitlines()
+            rows = [row for row in rows if row.startswith("| `") and word in row.split("|")[1].lower()]
+            if not found and not rows:
                 raise UserError(f"--help {word}: no option speaks of it")
             formatter = parser.formatter_class(parser.prog)
             formatter.add_arguments(found)
-            print(formatter.format_help(), end="")
+            print(formatter.format_help() if found else "\n".join([*rows, ""]), end="")
         else:
             parser.print_help()
         parser.exit()

@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from distributed.launch import read_launch
 from errors import UserError, did_you_mean, find_timm_config
-from options import BY_NAME, REMOVED
+from options import BY_NAME, REMOVED, defaults
 
 
 class OtherFlag(NamedTuple):
@@ -23,7 +24,7 @@ class OtherFlag(NamedTuple):
     values: list[str]
     script: str
     here: str  # with the names of the values in it, or `leave it out` or `not here`
-    remark: str
+    remark: str  # one that begins with `with` says what is done here anyway, and is for readers of the table
 
 
 def read_other_flags() -> dict[str, OtherFlag]:
@@ -43,26 +44,32 @@ _THEIR_VALUES = {
     "--sched": {"cosine": "cosineannealinglr", "step": "steplr", "multistep": "multisteplr", "poly": "polylr"},
     "--remode": {"pixel": "pixel", "const": "zero"},
     "--eval-metric": {"top1": "acc1", "top5": "acc5", "loss": "loss"},
-    "--clip-mode": {"norm": "", "value": "", "agc": ""},
-    "--recount": {"1": ""},
-    "--tta": {"0": "", "2": "--eval-flip"},
 }
-_COMPUTED = {"--crop-pct", "--grad-accum-steps", "--warmup-lr"}
-
-
-def _compute_value(flag: str, value: str, given: dict[str, list[str]]) -> str:
-    """Return the value here of a flag that other flags of the command change too; ValueError if it is no number."""
-
-    def number(*names: str, default: float) -> float:
-        return next((float(given[name][-1]) for name in names if given.get(name)), default)
-
-    if flag == "--crop-pct":
-        side = number("--val-crop-size", "--img-size", "--input-size", default=224)
-        return str(math.floor(side / float(value)))
-    if flag == "--grad-accum-steps":
-        batch = number("--batch-size", "-b", default=BY_NAME["batch_size"].default)
-        return str(int(batch) * int(value) * int(os.environ.get("WORLD_SIZE", "1")))
-    return f"{float(value) / number('--lr', default=BY_NAME['lr'].default):.6g}"  # --warmup-lr
+# What is so here anyway.
+_NEEDLESS = {
+    "--clip-mode norm", "--clip-mode value", "--clip-mode agc", "--recount 1", "--tta 0", "--vflip 0", "--aug-splits 0",
+    "--train-crop-mode rrc", "--color-jitter-prob 1", "--cooldown-epochs 0", "--epoch-repeats 0", "--lr-k-decay 1",
+    "--lr-cycle-mul 1", "--lr-cycle-limit 1", "--input-img-mode RGB", "--model-dtype float32", "--recovery-interval 0",
+}  # fmt: skip
+# Words for here of a flag beside another, or beside a value.
+_BESIDE = {
+    "--clip-grad": {"--clip-mode agc": "--clip-agc NORM", "--clip-mode value": "--clip-grad-value NORM"},
+    **{flag: {"--sched poly": "--lr-power F"} for flag in ("--decay-rate", "--dr")},
+    **{flag: {"--lr": "leave it out"} for flag in ("--lr-base", "--lr-base-size", "--lr-base-scale")},
+    "--pretrained": dict.fromkeys(("--initial-checkpoint", "--pretrained-path"), "leave it out"),
+    "--experiment": {"--output": "leave it out"}, "--img-size": {"--input-size": "leave it out"},
+    "--torchcompile": {"--torchcompile-mode": "leave it out"}, "--tta": {"--tta 2": "--eval-flip"},
+}  # fmt: skip
+# What timm's defaults come to beside a flag or its value, in words of timm's or ours.
+_IMPLIED = {
+    "--lr-base|--lr-base-size|--lr-base-scale": "--lr-base-scale SCALE --lr-base-size 256",
+    "--warmup-lr|--warmup-epochs": "--warmup-epochs 5 --warmup-lr 1e-5 --no-lr-warmup-prefix",
+    "--sched step": "--decay-epochs 90", "--sched poly": "--decay-rate 0.1",
+    "--sched multistep": "--decay-milestones 90 180 270", "--reprob": "--remode pixel",
+    "--model-ema": "--model-ema-steps 1 --no-model-ema-adjust --model-ema-decay 0.9998",
+}  # fmt: skip
+# Flags whose values here depend on other options, each after those that it depends on.
+_COMPUTED = ["--pretrained", "--crop-pct", "--grad-accum-steps", "--decay-milestones", "--decay-epochs", "--warmup-lr"]
 
 
 class OtherCommand:
@@ -74,26 +81,51 @@ class OtherCommand:
     """
 
     def __init__(self, words: Sequence[str], known: dict[str, argparse.Action]) -> None:
-        self.table, self.known = read_other_flags(), known
-        self.groups = list(self._groups(list(words)))
-        self.given = dict(self.groups)
-        self.is_timms = any(self.table[flag].script == "timm" for flag in self.given.keys() & self.table.keys())
-        self.phrases, self.words = [], []
-        for flag, values in self.groups:
-            self._take(flag, values)
+        self.table, self.known, self.phrases = read_other_flags(), known, []
+        groups = [*self._groups(list(words))]
+        self.given = given = {}
+        for flag, values in groups:
+            adds_up = isinstance(known.get(flag), argparse._ExtendAction)
+            given[flag] = [*given.get(flag, []) * adds_up, *values]
+        self.said = {*given, *(re.sub(r"\.0*$", "", f"{flag} {each[0]}") for flag, each in given.items() if each)}
+        self.is_timms = any(self.table[flag].script == "timm" for flag in given.keys() & self.table.keys())
         if self.is_timms:
-            self._add_timms_rules()
+            for flag in {"--model", "--opt"} & given.keys():
+                given[flag] = [re.sub("^(?!.*[/:])", "timm/", given[flag][0])]
+            if "--color-jitter" in given and "3a" not in "".join(given.get("--aa", ["3a"])):
+                self.phrases.append(f"--color-jitter {given.pop('--color-jitter')[0]} has no need beside --aa")
+        # By option, so that none is there twice; a flag without a place stays as it is, to be refused again.
+        self.typed = {known[flag].dest: [flag, *given[flag]] for flag, _ in groups if flag in known and flag in given}
+        self.options: dict[str, list[str]] = {}
+        flags = {**given, **(self._implied() if self.is_timms else {}), **given}
+        for flag in sorted(flags, key=lambda flag: flag in _COMPUTED and 1 + _COMPUTED.index(flag)):
+            if flag in known:
+                dest = known[flag].dest
+                self.options.setdefault(dest, self.typed.get(dest, [flag, *flags[flag]]))
+                continue
+            verdict = self._translate(flag, flags[flag])
+            if flag in given:
+                self.phrases.append(" ".join([flag, *given[flag], verdict]))
 
     def __str__(self) -> str:
-        return f"python train.py {shlex.join(self.words)}"
+        launch = read_launch()
+        nodes = f"--nnodes={launch.num_nodes} " if launch.num_nodes > 1 else ""
+        starter = f"torchrun {nodes}--nproc_per_node={launch.num_local}" if launch.is_torchrun else "python"
+        return f"{starter} train.py {shlex.join(word for words in self.options.values() for word in words)}"
 
     def _groups(self, words: list[str]) -> Iterator[tuple[str, list[str]]]:
-        """Yield each flag with its values; a word of no flag with the flag ""."""
+        """Yield each flag with its values; a word of no flag in place of one."""
         while words:
-            flag, equals, value = words.pop(0).partition("=")
+            word = words.pop(0)
+            flag, equals, value = word.partition("=")
             if not flag.startswith("-"):
-                yield "", [flag + equals + value]
+                yield word, []
                 continue
+            if re.match("-[^-].", flag) and flag not in self.table and flag[:2] in self.known:  # -j8
+                flag, equals, value = flag[:2], "=", word[2:].removeprefix("=")
+            if flag not in self.table and "_" in flag and (dashed := flag.replace("_", "-")) in self.known | self.table:
+                self.phrases.append(f"{flag} is {dashed}")
+                flag = dashed
             values = [value] if equals else []
             number = self._count(flag)
             while words and len(values) < number and not re.match("-[^0-9.]", words[0]):
@@ -108,98 +140,101 @@ class OtherCommand:
         values = self.table[flag].values if flag in self.table else ["VALUE"]
         return math.inf if "..." in "".join(values) else len(values)
 
-    def _take(self, flag: str, values: list[str]) -> None:
-        if flag in self.known:
-            if self.is_timms and flag in ("--model", "--opt") and "/" not in values[0]:
-                values = [f"timm/{values[0]}"]
-            self.words += [flag, *values]
-        elif not flag and not {"--data-path", "--data-dir"} & self.given.keys():
-            self.given["--data-path"] = values
-            self.phrases.append(f"{values[0]} is --data-path {values[0]}")
-            self.words += ["--data-path", *values]
-        else:
-            here, remark = self._translate(flag, values)
-            self.phrases.append(f"{' '.join(filter(None, [flag, *values]))} {here}{f' ({remark})' if remark else ''}")
+    def _implied(self) -> dict[str, list[str]]:
+        """Return the flags, of timm or of here, that timm's defaults come to beside the given ones."""
+        adapts = any(name in "".join(self.given.get("--opt", ())).lower() for name in ("ada", "lamb"))
+        words = [words for beside, words in _IMPLIED.items() if self.said.intersection(beside.split("|"))]
+        text = " ".join([*words, "--no-decay-1d"]).replace("SCALE", "sqrt" if adapts else "linear")
+        return dict(self._groups(text.split()))
 
-    def _translate(self, flag: str, values: list[str]) -> tuple[str, str]:
-        """Add the words for here of an unknown flag; return what becomes of it, and a remark."""
+    def _translate(self, flag: str, values: list[str]) -> str:
+        """Add the words for here of a flag of another script; return what becomes of it, with a remark."""
         if (name := flag.removeprefix("--")) in REMOVED:
-            return "was removed" + ("" if REMOVED[name] is None else f" (it is always {REMOVED[name]} now)"), ""
-        if flag not in self.table:
-            return f"is unknown{did_you_mean(flag, [*self.known, *self.table])}", ""
-        row = self.table[flag]
-        words = self._fill(flag, values, row)
-        if not words:
-            return "is not here" if words is None else "has no need here", row.remark
-        if f" {' '.join(words)} " not in f" {' '.join(self.words)} ":
-            self.words += words
-        return f"is {shlex.join(words)}", "" if flag in _THEIR_VALUES or flag in _COMPUTED else row.remark
+            return "was removed" + ("" if REMOVED[name] is None else f" (it is always {REMOVED[name]} now)")
+        row = self.table.get(flag)
+        if row is None and not flag.startswith("-") and not {"--data-path", "--data-dir"} & self.given.keys():
+            row = OtherFlag([], "", f"--data-path {shlex.quote(flag)}", "") if "data_path" not in self.options else None
+        if row is None:
+            self.options[flag] = [flag, *values]
+            return f"is unknown{did_you_mean(flag, [*self.known, *self.table])}"
+        beside = next((other for other in _BESIDE.get(flag, ()) if other in self.said), "")
+        here, theirs = _BESIDE[flag][beside] if beside else row.here, _THEIR_VALUES.get(flag, {})
+        if any(text.startswith(f"{flag} ") for text in _NEEDLESS & self.said) or self._is_idle(here):
+            return "has no need here"
+        remark = f" ({row.remark})" if row.remark and not beside and not row.remark.startswith("with") else ""
+        if here in ("leave it out", "not here"):
+            place = f"beside {beside}" if beside else "here"
+            return (f"has no need {place}" if here == "leave it out" else "is not here") + remark
+        ours = [theirs[value] for value in values if value in theirs] if theirs else values
+        if flag == "--input-size" and values[1:2] != values[2:]:
+            ours = []
+        words = self._fill(flag, ours, row, here)
+        if not self._place(words):
+            self.options |= {flag: [flag, *values]} if flag in self.given else {}
+            return f"and other flags give {words[0]} two values; give one"
+        if values and not ours:
+            return f"is not here{did_you_mean(values[0], theirs)} ({row.remark})"
+        return f"is {shlex.join(words)}{'' if theirs else remark}"
 
-    def _fill(self, flag: str, values: list[str], row: OtherFlag) -> list[str] | None:
-        """Return the words for here of a flag with its values: none if it has no need here, None if it is not here."""
-        here = row.here
-        if flag in _THEIR_VALUES:
-            values = [_THEIR_VALUES[flag].get(value, "not here") for value in values]
-            here = here if here.startswith("--") and "not here" not in values else "".join(values) or "leave it out"
+    def _place(self, words: list[str]) -> bool:
+        """Add words for here, unless an option in them has another value already; return whether they are added."""
+        found = {self.known[flag].dest: [flag, *values] for flag, values in self._groups([*words])}
+        taken = {**self.typed, **self.options}
+        if "model_kwargs" in found:  # which add up
+            found["model_kwargs"][1:1] = taken.pop("model_kwargs", [])[1:]
+        is_free = all(taken.get(dest, new) == new for dest, new in found.items())
+        self.options |= found if is_free else {}
+        return is_free
+
+    def _is_idle(self, here: str) -> bool:
+        """Tell whether words for here have no effect beside timm's schedule; a mistyped one may be any."""
+        theirs, sched = _THEIR_VALUES["--sched"], "".join(self.given.get("--sched", ()))
+        needs = getattr(BY_NAME.get(here.split()[0][2:].replace("-", "_")), "needs", "")
+        is_meant = sched in theirs or (sched and not did_you_mean(sched, theirs))
+        needed = re.split("[=|]", needs) if needs.startswith("lr_scheduler=") and is_meant else []
+        return bool(needed) and theirs.get(sched, "cosineannealinglr") not in needed
+
+    def _fill(self, flag: str, values: list[str], row: OtherFlag, here: str) -> list[str]:
+        """Return words for here with the values of a flag in them."""
         if flag == "--output" and values:
             values = [os.path.join(*values, *self.given.get("--experiment", ()))]
-        if flag == "--clip-grad":
-            modes = {"agc": "--clip-agc NORM", "value": "--clip-grad-value NORM"}
-            here = modes.get("".join(self.given.get("--clip-mode", ())), here)
-        if flag.startswith("--lr-base") and "--lr" in self.given:  # which counts then
-            return []
-        if flag in ("--decay-rate", "--dr") and self.given.get("--sched") == ["poly"]:
-            here = "--lr-power F"
-        if here == "not here":
-            return None
-        if here == "leave it out" or (flag == "--experiment" and "--output" in self.given):
-            return []
-        if flag in _COMPUTED:
-            with suppress(ValueError, IndexError, ZeroDivisionError):
-                return [here.split()[0], _compute_value(flag, values[0], self.given)]
-        if row.values[-1:] and row.values[-1].endswith("..."):
-            return [here.split()[0], *values]
+        if flag in _COMPUTED and "recipe" not in self.options:  # which gives them too
+            with suppress(UserError, ValueError, TypeError, ZeroDivisionError):
+                return self._compute(flag, *values)
         filled = dict(zip(row.values, values, strict=False))
-        parts = [re.fullmatch("(.*[/:=])?(.*)", word).groups("") for word in here.split()]
+        parts = [re.fullmatch("(.*[/:=])?(.*)", word).groups("") for word in shlex.split(here)]
         return [begin + filled.get(name, name) for begin, name in parts]
 
-    def _add_timms_rules(self) -> None:
-        """Add what timm does without a flag, or by two flags together."""
-        given = self.given
-        if "--warmup-lr" in given and "--warmup-epochs" not in given:
-            self.words += ["--lr-warmup-epochs", "5", "--lr-warmup-method", "linear"]
-        if given.keys() & {"--warmup-epochs", "--warmup-lr"} and "--warmup-prefix" not in given:
-            self.words.append("--no-lr-warmup-prefix")
-        with suppress(ValueError, KeyError, IndexError):
-            if "--warmup-prefix" in given:  # after which timm trains --epochs
-                self._change("--epochs", [str(int(given["--epochs"][0]) + int(given["--warmup-epochs"][0]))])
-        with suppress(ValueError, KeyError, IndexError, ZeroDivisionError):
-            every, rate = float(given["--decay-epochs"][0]), given.get("--decay-rate") or given.get("--dr") or ["0.1"]
-            if every % 1:  # here the rate falls by as much, but smoothly
-                for flag in ("--lr-step-size", "--lr-gamma", "--lr-scheduler"):
-                    self._change(flag, None)
-                self.words += ["--lr-scheduler", "exponentiallr", "--lr-gamma", f"{float(rate[0]) ** (1 / every):.6g}"]
-        if given.keys() & {"--lr-base", "--lr-base-size", "--lr-base-scale"} and "--lr" not in given:
-            adapts = any(name in "".join(given.get("--opt", ())).lower() for name in ("ada", "lamb"))
-            scaling = ["--lr-scaling", "sqrt" if adapts else "linear"], ["--lr-scaling-batch", "256"]
-            self.words += [word for words in scaling if words[0] not in self.words for word in words]
-        if "--aa" in given and "3a" not in "".join(given["--aa"]):
-            self._change("--color-jitter", None)
-        self.words += ["--random-erase-fill", "pixel"] * ("--reprob" in given and "--remode" not in given)
-        self.words += ["--no-decay-1d"] * ("--no-decay-1d" not in given)
-        if "--model-ema" in given:
-            self.words += ["--model-ema-steps", "1", "--no-model-ema-adjust"]
-            self.words += ["--model-ema-decay", "0.9998"] * ("--model-ema-decay" not in given)
-        if "--pretrained" in given and given.get("--model"):
-            with suppress(UserError):  # timm is not installed
-                known = find_timm_config(f"timm/{given['--model'][0].removeprefix('timm/')}")
-                self._change("--weights", [f"hf-hub:{known.hf_hub_id}"] if known else ["hf-hub:timm/NAME"])
-
-    def _change(self, flag: str, values: list[str] | None) -> None:
-        """Give a flag of the command another value, or take it out."""
-        if flag in self.words:
-            place = self.words.index(flag)
-            self.words[place : place + 2] = [] if values is None else [flag, *values]
+    def _compute(self, flag: str, value: str = "", *more: str) -> list[str]:
+        """Return the words for here of a flag that other options change too; ValueError and others if they cannot."""
+        known = defaults() | {name: words[1] for name, words in self.options.items() if words[1:]}
+        batch, model = int(known["batch_size"]) * read_launch().world_size, known["model"]
+        if flag == "--grad-accum-steps":
+            return ["--global-batch-size", str(batch * int(value))]
+        if flag == "--decay-milestones":  # before which timm's rate falls by an epoch
+            return ["--lr-milestones", *(str(int(each) - 1) for each in (value, *more))]
+        if flag == "--decay-epochs":
+            every = float(value)
+            if not every % 1:
+                return ["--lr-step-size", f"{every:.0f}"]
+            gamma = f"{float(known['lr_gamma']) ** (1 / every):.6g}"  # the rate falls by as much, but smoothly
+            for name in {"lr_scheduler", "lr_gamma"} - self.typed.keys():
+                self.options.pop(name, None)
+            return ["--lr-scheduler", "exponentiallr", "--lr-gamma", gamma]
+        if flag == "--warmup-lr":
+            if "--warmup-prefix" in self.given and "epochs" in self.options:  # after which timm trains --epochs
+                self.options["epochs"] = ["--epochs", str(int(known["epochs"]) + int(known["lr_warmup_epochs"]))]
+            lr, scaling = float(known["lr"]), known["lr_scaling"]
+            if scaling != "none":
+                ratio = int(known["global_batch_size"] or batch) / int(known["lr_scaling_batch"])
+                lr *= ratio ** (0.5 if scaling == "sqrt" else 1)
+            return ["--lr-warmup-decay", f"{float(value) / lr:.6g}"]
+        config = find_timm_config(model) if model.startswith("timm/") else None
+        if flag == "--pretrained":
+            return ["--weights", f"hf-hub:{config.hf_hub_id}" if config else "DEFAULT"]
+        is_models = config is not None and "val_crop_size" not in self.options
+        side = config.input_size[-1] if is_models else float(known["val_crop_size"])
+        return ["--val-resize-size", str(math.floor(side / float(value)))]
 
 
 def explain(words: Sequence[str], known: dict[str, argparse.Action]) -> UserError:
@@ -207,7 +242,7 @@ def explain(words: Sequence[str], known: dict[str, argparse.Action]) -> UserErro
     command = OtherCommand(words, known)
     named, before, after = ("arguments", "\n  ", "\n") if command.phrases[1:] else ("argument", " ", "; ")
     timms = " (what it does not give has the defaults of here, not timm's)" if command.is_timms else ""
-    phrases = "".join(f"{before}{phrase}" for phrase in command.phrases)
+    phrases = before.join(["", *command.phrases])
     error = UserError(f"unrecognized {named}:{phrases}{after}for here{timms}: {command}")
     error.has_lines = True  # uncut: half a command would be of no use
     return error

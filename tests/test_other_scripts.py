@@ -5,11 +5,13 @@ import re
 import shlex
 
 import pytest
+import torch
 
 import config
 import options
 import other_scripts
-from errors import UserError
+from errors import UserError, find_timm_config
+from optim import lr_at
 
 # All flags of timm's train.py, of 2022 and of 2026, with a value each.
 TIMMS = (
@@ -104,43 +106,78 @@ def test_a_whole_command_of_timms_means_the_same_here():
 
 
 @pytest.mark.parametrize(("line", "expected"), [
-    ("-a resnet18 --dist-backend nccl --multiprocessing-distributed --rank 0 /imagenet",
-     "--model resnet18 --data-path /imagenet"),
-    ("--data-path d --clip-grad 0.02 --clip-mode agc", "--data-path d --clip-agc 0.02 --no-decay-1d"),
-    ("--data-path d --clip-grad 0.02 --clip-mode value", "--data-path d --clip-grad-value 0.02 --no-decay-1d"),
-    ("--data-path d --gaussian-blur-prob 0.2", "--data-path d --blur-prob 0.2 --no-decay-1d"),
-    ("--data-path d --lr-base 0.1 --opt adamw",
-     "--data-path d --lr 0.1 --opt timm/adamw --lr-scaling sqrt --lr-scaling-batch 256 --no-decay-1d"),
-    ("--data-path d --lr-base 0.1 --lr-base-size 512",
-     "--data-path d --lr 0.1 --lr-scaling-batch 512 --lr-scaling linear --no-decay-1d"),
-    ("--data-path d --lr-base 0.1 --lr 0.2", "--data-path d --lr 0.2 --no-decay-1d"),
-    ("--data-path d --sched poly --decay-rate 0.9", "--data-path d --lr-scheduler polylr --lr-power 0.9 --no-decay-1d"),
-    ("--data-path d --decay-milestones 3 4 --epochs 9", "--data-path d --lr-milestones 3 4 --epochs 9 --no-decay-1d"),
-    ("--data-path d --decay-epochs 2.4 --decay-rate .97 --sched step",
-     f"--data-path d --lr-scheduler exponentiallr --lr-gamma {0.97 ** (1 / 2.4):.6g} --no-decay-1d"),
-    ("--data-path d --model-ema --log-interval 5", "--data-path d --model-ema --print-freq 5 --no-decay-1d "
-     "--model-ema-steps 1 --no-model-ema-adjust --model-ema-decay 0.9998"),
-    ("--data-path d --warmup-lr 1e-6 --lr 0.1", "--data-path d --lr-warmup-decay 1e-05 --lr 0.1 --lr-warmup-epochs 5 "
-     "--lr-warmup-method linear --no-lr-warmup-prefix --no-decay-1d"),
-    ("--data-path d --epochs 10 --warmup-epochs 5 --warmup-prefix", "--data-path d --epochs 15 --lr-warmup-epochs 5 "
-     "--lr-warmup-method linear --lr-warmup-prefix --no-decay-1d"),
-    ("--data-path d --aa rand-m9 --color-jitter 0.4", "--data-path d --auto-augment timm/rand-m9 --no-decay-1d"),
-    ("--data-path d --reprob 0.2", "--data-path d --random-erase 0.2 --random-erase-fill pixel --no-decay-1d"),
-    ("--data-path d --tta 2", "--data-path d --eval-flip --no-decay-1d"),
-    ("--data-path d --output", "--data-path d --output-dir DIR --no-decay-1d"),
-    ("--data-path d --sched plateau", "--data-path d --no-decay-1d"),
-    ("--data-path d --amp-dtype bfloat16 --native-amp", "--data-path d --amp-dtype bfloat16 --amp"),
-    ("--data-dir 'my photos'", "--data-path 'my photos' --no-decay-1d"),
-    ("--data-path d --gpu 1 --fp16", "--data-path d --device cuda:1 --amp"),
+    ("--lr-base 0.1 --lr 0.2 --reprob 1 --remode rand", "--lr 0.2 --random-erase 1 --random-erase-fill MODE"),
+    ("--decay-epochs 2.4 --decay-rate .97 --sched step", "--lr-scheduler exponentiallr --lr-gamma 0.987389"),
+    ("--lr-base 0.1 --opt adamw", "--lr 0.1 --opt timm/adamw --lr-scaling sqrt --lr-scaling-batch 256"),
+    ("--drop-path 0.2 --dropout 0.1 --drop 0.3", "--stochastic-depth 0.2 --dropout 0.1 --drop 0.3"),
+    ("-a resnet18 --dist-backend nccl --multiprocessing-distributed --rank 0", "--model resnet18"),
+    ("--gp max --model-kwargs a=1 --model-kwargs b=2", "--model-kwargs a=1 b=2 global_pool=max"),
+    ("--lr-base 0.1 --lr-base-size 512", "--lr 0.1 --lr-scaling-batch 512 --lr-scaling linear"),
+    ("--recipe resnet50-v1 --crop-pct 0.9", "--recipe resnet50-v1 --val-resize-size PX"), ("--tta 2", "--eval-flip"),
+    ("--input-size 3 96 64", "--in-chans C --train-crop-size H --val-crop-size H"), ("--output", "--output-dir DIR"),
+    ("--sched poly --decay-rate 0.9", "--lr-scheduler polylr --lr-power 0.9"),
+    ("e --batch_size 64 --epoch 3 -j8", "e --batch-size 64 --epoch 3 -j 8"),
+    ("--amp-dtype bfloat16 --native-amp", "--amp-dtype bfloat16 --amp"), ("--gpu 1 --fp16", "--device cuda:1 --amp"),
+    ("--sched cosin --dr 0.2", "--lr-scheduler NAME --lr-gamma 0.2"), ("--gaussian-blur-prob 0.2", "--blur-prob 0.2"),
+    ("--reprob 0.2", "--random-erase 0.2 --random-erase-fill pixel"),
+    ("--clip-grad 2 --clip-mode value", "--clip-grad-value 2"), ("--aa v0 --color-jitter 1", "--auto-augment timm/v0"),
+    ("--clip-grad 0.02 --clip-mode agc", "--clip-agc 0.02"), ("--sched plateau --dr 0.2", "--lr-scheduler NAME"),
+    ("--sched cosine --dr 0.2", "--lr-scheduler cosineannealinglr"), ("--decay-milestones 3 4", "--lr-milestones 2 3"),
+    ("--pin-mem --model-ema", "--model-ema --model-ema-steps 1 --no-model-ema-adjust --model-ema-decay 0.9998"),
+    ("--epochs 10 --warmup-epochs 5 --warmup-prefix", "--epochs 15 --lr-warmup-epochs 5 --lr-warmup-method linear "
+     "--lr-warmup-prefix --lr-warmup-decay 0.0001"),
+    ("--input-size 3 8 8 --crop-pct 0.5", "--in-chans 3 --train-crop-size 8 --val-crop-size 8 --val-resize-size 16"),
+    ("--lr-base 0.5 --warmup-lr 1e-4 -b 64 --opt lamb --grad-accum-steps 16", "--lr 0.5 -b 64 --opt timm/lamb "
+     "--lr-scaling sqrt --lr-scaling-batch 256 --lr-warmup-epochs 5 --lr-warmup-method linear --no-lr-warmup-prefix "
+     "--global-batch-size 1024 --lr-warmup-decay 0.0001"),
 ])  # fmt: skip
 def test_lines(line, expected):
-    assert translated(line)[1] == expected
+    assert translated(f"d {line}")[1].replace(" --no-decay-1d", "") == f"--data-path d {expected}"
 
 
-def test_an_unknown_flag_is_guessed_only_where_nearly_all_letters_agree():
-    assert translated("--data-path d --bach-size 8 --xyzzy --opt-foo 3")[0] == [
-        "--bach-size 8 is unknown; did you mean --batch-size?", "--xyzzy is unknown", "--opt-foo 3 is unknown",
-    ]  # fmt: skip
+@pytest.mark.parametrize(("line", "expected"), [
+    ("--drop-path 0.1 --drop-connect 0.2", "--drop-connect 0.2 and other flags give --stochastic-depth two values;"),
+    ("--pretrained --pretrained-path f", "has no need beside --pretrained-path'"), ("--recount 2", "(one rectangle)'"),
+    ("--aa v0 --color-jitter 0.4", "--color-jitter 0.4 has no need beside --aa'"), ("--xyzzy", "--xyzzy is unknown'"),
+    ("--sched cosin", "--sched cosin is not here; did you mean cosine?"), ("--dr 0.1", "--dr 0.1 is --lr-gamma 0.1'"),
+    ("--data-dir 'my photos'", "my photos is --data-path 'my photos'"), ("--recovery-interval 0", "has no need here'"),
+    ("--bach-size 8", "is unknown; did you mean --batch-size?'"), ("--policy-magnitude 15", "is --ra-magnitude 15'"),
+    ("--vflip 0. --no-aug", "--vflip 0. has no need here'"), ("--warmup-epochs 5", "5 --lr-warmup-method linear'"),
+    ("--recovery-interval 9", "is --checkpoint-steps 9'"), ("--remode rand", "rand is nearer pixel)'"),
+    ("--batch_size 8", "is --batch-size'"), ("--jsd", "--jsd is not here'"), ("--opt-foo 3", "is unknown'"),
+    ("--clip-mode x", "not here'"), ("--decay-epochs 40.0", "is --lr-step-size 40'"), ("--vflip 0.5", "not here'"),
+])  # fmt: skip
+def test_what_is_said_of_a_flag(line, expected):
+    assert expected in str(translated(line)[0])
+
+
+@pytest.mark.parametrize("flags", ["step", "poly", "multistep", "cosine --warmup-epochs 5"])
+def test_learning_rates_are_timms(flags):
+    timm, optimizer = pytest.importorskip("timm.scheduler"), torch.optim.SGD([torch.zeros(1)], lr=0.4)
+    args = config.parse_args(shlex.split(translated(f"--data-path d --epochs 300 --lr 0.4 --sched {flags}")[1]))
+    warmup = 5 * ("warmup" in flags)
+    scheduler, _ = timm.create_scheduler_v2(optimizer, flags.split()[0], num_epochs=300, warmup_epochs=warmup)
+    for epoch in (0, 4, 5, 39, 40, 88, 89, 90, 180, 269, 270, 299):
+        scheduler.step(epoch)
+        assert lr_at(args, epoch, 0.4) == pytest.approx(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(("model", "share"), [("efficientnet_b2", 0.9), ("vit_base_patch16_384", 1), ("resnet18", 0.9)])
+def test_the_resized_side_is_timms_for_the_models_own_size(model, share):
+    timm = pytest.importorskip("timm.data")
+    theirs = timm.resolve_data_config({"crop_pct": share}, find_timm_config(f"timm/{model}").to_dict())
+    args = config.parse_args(translated(f"--data-path d --model {model} --crop-pct {share}")[1].split())
+    assert timm.create_transform(**theirs).transforms[0].size == args.val_resize_size
+
+
+def test_under_torchrun_the_command_begins_with_it_and_counts_its_processes(torchrun):
+    error = torchrun(2, "--data-path", "d", "--grad-accum-steps", "4", "-b", "8").stderr
+    assert "torchrun --nproc_per_node=2 train.py --data-path d -b 8 --no-decay-1d --global-batch-size 64\n" in error
+
+
+def test_names_of_an_option_given_twice_add_up():
+    args = config.parse_args("--synthetic --model-kwargs a=1 --metrics f1 --model-kwargs b=2 --metrics a.py:f".split())
+    assert (args.model_kwargs, args.metrics) == (["a=1", "b=2"], ["f1", "a.py:f"])
 
 
 def test_help_on_a_word(capsys):
@@ -149,5 +186,8 @@ def test_help_on_a_word(capsys):
     shown = capsys.readouterr().out
     assert "--cutmix-alpha" in shown
     assert "--epochs" not in shown
+    with pytest.raises(SystemExit):
+        config.parse_args(["--help", "drop-path"])
+    assert "`--stochastic-depth P`" in capsys.readouterr().out
     with pytest.raises(UserError, match="xyzzy: no option speaks of it"):
         config.parse_args(["--help", "xyzzy"])
