@@ -25,7 +25,7 @@ from distributed import collectives
 from distributed.decision import CONTINUE, StepDecisions, WatchedLoader
 from distributed.launch import read_launch
 from distributed.watch import StallWatchdog
-from errors import PreemptedError, StorageError, UserError, loader_killed
+from errors import ImageError, PreemptedError, StorageError, UserError, loader_killed
 from files import write_atomically
 from gradients import ShardedStep
 from metrics import Accuracy, Metric, Tally
@@ -165,7 +165,9 @@ class Run(BareRun):
         if isinstance(error, PreemptedError):
             self.status.write(self.ending, str(error))
         elif error is not None:
-            self.status.write("failed", f"{type(error).__name__}: {error}".rstrip(": "))
+            # Images that cannot be had after a signal are no failure of their own.
+            state = "preempted" if isinstance(cause, ImageError) and self.decisions.signals.number else "failed"
+            self.status.write(state, f"{type(error).__name__}: {error}".rstrip(": "))
         self._contexts.__exit__(error and type(error), error, trace)
         if error is not cause:
             raise error from cause

@@ -14,6 +14,7 @@ import torchvision
 from PIL import features
 
 from custom.code import OWN
+from distributed import collectives
 from errors import UserError, one_line
 from options import (
     BY_NAME,
@@ -138,8 +139,11 @@ def check_options(state: dict, args: Any) -> None:
 def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> None:
     """Raise UserError if there is a checkpoint, and its model, classes or images are not those of this run.
 
-    Without a training set the checkpoint is to be evaluated, and the images may differ.
+    Without a training set the checkpoint is to be evaluated, and the images may differ. Ranks whose images differ are
+    refused in any case. Collective: every rank must call it.
     """
+    for name, dataset in {"train": train, "val": val}.items():
+        _check_ranks(name, dataset)
     if state is None:
         return
     theirs, num_classes = state["data"], len(val.classes)
@@ -166,6 +170,15 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
     if refused:
         _refuse_data(args, f"cannot {'evaluate' if train is None else 'resume'} (--resume {args.resume})", refused)
     _print_joined("", notes)
+
+
+def _check_ranks(name: str, dataset: Any | None) -> None:
+    """Refuse nodes that have different images under one name, such as two states of a pack. Collective."""
+    if dataset is not None and collectives.get_world_size() > 1:
+        first, *others = collectives.gather_plain(_describe_set(dataset))
+        for rank, theirs in enumerate(others, 1):
+            if differences := _compare_sets(name, first, theirs, []):
+                raise UserError(f"rank {rank} reads other images than rank 0: {differences[0]}")
 
 
 def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:

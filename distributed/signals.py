@@ -4,6 +4,7 @@ import ctypes
 import faulthandler
 import gc
 import io
+import mmap
 import multiprocessing
 import os
 import signal
@@ -55,12 +56,21 @@ class Signals:
             say("train.py: error: interrupted; --resume auto resumes from the last checkpoint")
             os._exit(1)
         is_first, self.number = not self.number, self.number or number  # before `say`, which a signal may interrupt
+        _asked[0] = 1
         if is_first and read_launch().local_rank == 0:
             more = "" if number != signal.SIGINT or read_launch().is_torchrun else "; once more to stop at once"
             say(f"{signal.Signals(number).name}: stopping after this step{more}")
 
 
 _early: Signals | None = None
+
+# A byte that forked processes share: whether a signal has asked this process or its parent to stop.
+_asked = mmap.mmap(-1, 1)
+
+
+def is_stop_asked() -> bool:
+    """Tell whether a signal has asked this process, or the one that forked it, to stop."""
+    return _asked[0] == 1
 
 
 def begin_script() -> None:

@@ -49,7 +49,7 @@ def fill(pack: RemotePack) -> None:
         except OSError:
             return
         for first, last in chunks(pack):
-            if not pack.cache.num_kept:  # the disk is full
+            if pack.cache.is_full:
                 return
             for number, content in enumerate(pack.fetch(first, last), first):
                 pack.cache.write(number, content)
@@ -60,12 +60,12 @@ def main() -> None:
     os.nice(5)
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()  # at the parent's end
     options = json.loads(sys.argv[1])
-    for split in options.pop("splits"):
-        try:
-            fill(RemotePack(split=split, **options))
-        except (ImageError, UserError) as error:
-            print(f"filling the cache has ended: {error}", file=sys.stderr, flush=True)
-            return
+    try:
+        # All are opened first: once a client has threads, no process can be forked that reads an index.
+        for pack in [RemotePack(split=split, **options) for split in options.pop("splits")]:
+            fill(pack)
+    except (ImageError, UserError) as error:
+        print(f"filling the cache has ended: {error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

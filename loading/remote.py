@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import signal
 import ssl
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy
 
+from distributed import signals
 from errors import ImageError, UserError, require_package
 from files import open_regular
 from loading.index import ArraySource
@@ -34,6 +36,9 @@ COLUMNS = {"labels": "<i4", "shards": "<i4", "offsets": "<i8", "sizes": "<i4", "
 # Seconds without a byte after which a request counts as failed; a retry waits between the next two; failures for
 # longer than the last are said in a line.
 _SILENCE_S, _FIRST_WAIT_S, _LONGEST_WAIT_S, _QUIET_S = 20.0, 0.1, 20.0, 10.0
+
+# Bytes a second below which a request counts as failed, too, once it has taken so long.
+_SLOWEST = 10_000
 
 # Bytes of a part of an upload, and the seconds within which a request to object storage has to be done.
 _CHUNK_BYTES, _TRANSFER_S = 8 << 20, 600.0
@@ -113,8 +118,13 @@ class HttpStore:
         """
         headers = {} if size is None else {"Range": f"bytes={start}-{start + size - 1}"}
         try:
-            response = self._connect().getresponse_of(f"{self.url.path}/{urllib.parse.quote(name)}", headers)
-            content = response.read() if response.status in (200, 206) else response.read(1 << 16)
+            path = f"{urllib.parse.quote(self.url.path, safe='/%')}/{urllib.parse.quote(name)}"
+            response = self._connect().getresponse_of(path, headers)
+            is_wanted = response.status == (200 if size is None else 206)
+            content = _read_body(response) if is_wanted else b""
+            self._local.connection = self._local.connection if is_wanted else None
+        except ssl.SSLCertVerificationError as error:
+            raise UserError(f"{self.url.geturl()}: {error.verify_message}; SSL_CERT_FILE names other ones") from error
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
             self._local.connection = None
             raise _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
@@ -125,7 +135,6 @@ class HttpStore:
         if response.status == 200 and size is None:
             return content, len(content)
         if response.status == 200:
-            self._local.connection = None
             raise UserError(
                 f"{where}: the server sends whole files where a range is asked for; use one that has ranges"
             )
@@ -138,6 +147,20 @@ class HttpStore:
         if known is None or known.pid != os.getpid():  # a forked process must not share its parent's
             self._local.connection = known = _Connection(self.url)
         return known
+
+
+def _read_body(response: http.client.HTTPResponse) -> bytes:
+    """Return the body of an answer; OSError if it comes too slowly, HTTPException if it is truncated."""
+    parts, num_bytes, begin = [], 0, time.monotonic()
+    while part := response.read1(1 << 20):
+        parts.append(part)
+        num_bytes += len(part)
+        if time.monotonic() > begin + _SILENCE_S + num_bytes / _SLOWEST:
+            raise TimeoutError(f"only {num_bytes:,} bytes came in {time.monotonic() - begin:.0f} s")
+    if response.length:
+        raise http.client.IncompleteRead(b"", response.length)
+    response.close()  # `read1` leaves it open, and the connection could not be used again
+    return b"".join(parts)
 
 
 class _Connection:
@@ -180,6 +203,8 @@ class ObjectStore:
     which no fork survives, so each process makes its own when it first reads.
     """
 
+    client_pid: int | None = None  # the process that made the newest client
+
     def __init__(self, url: str) -> None:
         self.url, self._pid, self._store = url, None, None
         self.package = require_package("obstore", url)
@@ -206,6 +231,7 @@ class ObjectStore:
         return {each["path"]: each["size"] for each in objects}
 
     def _connect(self, **options: str) -> Any:
+        ObjectStore.client_pid = os.getpid()
         if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
             options["allow_http"] = "true"
         options = {"connect_timeout": f"{_SILENCE_S:.0f}s", "timeout": f"{_TRANSFER_S:.0f}s", **options}
@@ -233,7 +259,11 @@ class ObjectStore:
 
 def open_store(url: str) -> HttpStore | ObjectStore:
     """Return the store of an address; UserError if it cannot be one."""
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        _ = parts.port, (parts.hostname or "").encode("idna")
+    except ValueError as error:
+        raise UserError(f"{url}: it is no address ({error})") from error
     if parts.username or parts.password or parts.query or parts.fragment:
         raise UserError(
             f"{parts.scheme}://{parts.hostname}...: leave user, password and what follows a ? out; "
@@ -261,10 +291,13 @@ def with_patience(
             if time.monotonic() > begin + _QUIET_S and not is_said:
                 print(f"{where}: {error}; trying again for {timeout_s:g} s", file=sys.stderr, flush=True)
                 is_said = True
-            pause = max(error.wait_s, wait * jitter.uniform(0.5, 1.5))
-            if time.monotonic() + pause > begin + timeout_s:
-                raise ImageError(f"cannot reach {where}: {error} (tried for {timeout_s:g} s); {remedy}") from error
-            time.sleep(pause)
+            left = begin + timeout_s - time.monotonic()
+            if left <= 0 or signals.is_stop_asked():
+                why = f"tried for {timeout_s:g} s" if left <= 0 else "asked to stop meanwhile"
+                raise ImageError(f"cannot reach {where}: {error} ({why}); {remedy}") from error
+            end = time.monotonic() + min(max(error.wait_s, wait * jitter.uniform(0.5, 1.5)), left)
+            while time.monotonic() < end and not signals.is_stop_asked():
+                time.sleep(min(max(end - time.monotonic(), 0), 0.5))
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
@@ -274,15 +307,18 @@ def read_whole(store: HttpStore | ObjectStore, name: str) -> bytes:
 
 
 def in_child(work: Callable[[], bytes]) -> bytes:
-    """Return the result of `work` in a forked process, where this one has to stay without a client's threads.
+    """Return the result of `work` in a forked process, unless this one has a client already, whose threads forbid it.
 
     Raises:
         UserError, _PassingError: as `work`.
     """
+    if ObjectStore.client_pid == os.getpid():
+        return work()
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
+            signals.end_with_parent(signal.SIGKILL)
             os.close(reader)
             with open(writer, "wb") as file:
                 try:
@@ -329,33 +365,37 @@ class Cache:
             )
         except OSError as error:
             raise UserError(f"--cache {folder} cannot be used: {error.strerror}; give another folder") from error
-        disk = os.statvfs(folder)
-        own = os.fstat(self._data).st_blocks * 512
-        free = own + (disk.f_bavail - _FREE_SHARE * disk.f_blocks) * disk.f_frsize
-        limit = free if gib is None else gib * 2**30
-        self.num_kept = int(numpy.searchsorted(numpy.cumsum(sizes, dtype=numpy.int64), limit, side="right"))
+        limit = float("inf") if gib is None else gib * 2**30
+        self.num_kept = int(numpy.searchsorted(offsets + sizes, limit, side="right"))
+        self.is_full, self.leaves_free = False, _FREE_SHARE if gib is None else 0.0
 
     def has(self, number: int) -> bool:
         """Tell whether an image is there."""
-        return number < self.num_kept and os.pread(self._there, 1, number) == b"\1"
+        with suppress(OSError):
+            return number < self.num_kept and os.pread(self._there, 1, number) == b"\1"
+        return False
 
     def read(self, number: int) -> bytes | None:
         """Return an image's bytes, not checked yet, or None if they are not there."""
-        if not self.has(number):
-            return None
-        return os.pread(self._data, int(self.sizes[number]), int(self.offsets[number]))
+        with suppress(OSError):  # the address has it too
+            if self.has(number):
+                return os.pread(self._data, int(self.sizes[number]), int(self.offsets[number]))
+        return None
 
     def write(self, number: int, content: bytes) -> None:
         """Keep an image's bytes, which must be checked; a disk that fails keeps no more, and says so once."""
-        if number < self.num_kept:
+        if number < self.num_kept and not self.is_full:
             try:
+                disk = os.fstatvfs(self._data)
+                self.is_full = disk.f_bavail < self.leaves_free * disk.f_blocks
                 view, offset = memoryview(content), int(self.offsets[number])
-                while view:
+                while view and not self.is_full:
                     done = os.pwrite(self._data, view, offset)
                     view, offset = view[done:], offset + done
-                os.pwrite(self._there, b"\1", number)
+                if not self.is_full:
+                    os.pwrite(self._there, b"\1", number)
             except OSError as error:
-                self.num_kept = 0
+                self.is_full = True
                 print(f"--cache {self.folder}: {error.strerror}; nothing more is kept", file=sys.stderr, flush=True)
 
     def forget(self, number: int) -> None:

@@ -227,27 +227,25 @@ class Bucket:
     def __init__(self, url: str) -> None:
         if url.startswith("http"):
             raise UserError(f"{url}: a pack is written to a folder, s3://, gs:// or az://; a web server takes a copy")
-        self.store, self.url, self.has_client = open_store(url), url.rstrip("/"), False
+        self.store, self.url = open_store(url), url.rstrip("/")
 
     def __str__(self) -> str:
         return self.url
 
     def _patiently(self, work: Callable[[], Any], file: str = "") -> Any:
-        # Until this process writes, after which no process is forked, a client's threads would harm those that pack.
-        work = work if self.has_client else partial(in_child, work)
         return with_patience(work, f"{self.url}/{file}", UPLOAD_S, "the same command continues after the whole shards")
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each object, by its name."""
-        return json.loads(self._patiently(lambda: json.dumps(self.store.sizes()).encode()))
+        # In a child until this process writes: a client's threads would harm the processes that pack.
+        return json.loads(self._patiently(lambda: in_child(lambda: json.dumps(self.store.sizes()).encode())))
 
     def read(self, file: str) -> bytes:
         """Return the content of an object."""
-        return self._patiently(lambda: self.store.read(file)[0], file)
+        return self._patiently(lambda: in_child(lambda: self.store.read(file)[0]), file)
 
     def write(self, file: str, content: bytes, _: str | None = None) -> None:
         """Write an object, whole or not at all; whoever reads it compares CRC-32."""
-        self.has_client = True
         self._patiently(lambda: self.store.write(file, content), file)
 
 
