@@ -12,34 +12,12 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import options
 import other_scripts
 from custom.code import hash_code, own_code, parse_kwargs
 from distributed.launch import read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
-from options import (
-    ALWAYS,
-    BY_NAME,
-    GROUPS,
-    IF_GIVEN,
-    INTERPOLATIONS,
-    MORE_METRICS,
-    MOST_COUNT,
-    OPTIMIZERS,
-    OPTIONS,
-    POLICIES,
-    REMOVED,
-    SCHEDULES,
-    STATISTICS,
-    WHY_TYPED,
-    Option,
-    build_parser,
-    defaults,
-    fit_statistics,
-    is_filled_in,
-    parse_allowed,
-    short_name,
-    split_custom,
-)
+from options import ALWAYS, BY_NAME, GROUPS, IF_GIVEN, OPTIONS, STATISTICS, Option, fit_statistics, split_custom
 
 RECIPES_DIR = Path(__file__).parent / "recipes"
 
@@ -187,7 +165,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
             hint = did_you_mean(name, known) or f" (known: {', '.join(sorted(known))})"
             raise UserError(f"recipe {path}: unknown {kind} {shown}{hint}")
     batch = recipe.get("reference-global-batch")
-    if batch is not None and (type(batch) is not int or not 1 <= batch < MOST_COUNT):
+    if batch is not None and (type(batch) is not int or not 1 <= batch < options.MOST_COUNT):
         raise UserError(f"recipe {path}: reference-global-batch = {batch!r}, expected a positive integer")
     return recipe
 
@@ -196,16 +174,16 @@ def recipe_values(path: Path, recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the options that a recipe's tables give; UserError for an unknown one, or a value of another type."""
     values = {}
     for group in GROUPS:
-        options = {key: option for option in OPTIONS[group] for key in option.keys}
+        known = {key: option for option in OPTIONS[group] for key in option.keys}
         for key, value in recipe.get(group, {}).items():
-            if key in REMOVED:
-                if value != REMOVED[key]:
+            if key in options.REMOVED:
+                if value != options.REMOVED[key]:
                     raise UserError(f"recipe {path}: {key} in [{group}] was removed; leave it out")
                 continue
-            if key not in options:
-                raise UserError(f"recipe {path}: unknown option {key} in [{group}]{did_you_mean(key, options)}")
+            if key not in known:
+                raise UserError(f"recipe {path}: unknown option {key} in [{group}]{did_you_mean(key, known)}")
             with in_one_line(f"recipe {path}"):
-                values[options[key].dest] = options[key].from_toml(value)
+                values[known[key].dest] = known[key].from_toml(value)
     return values
 
 
@@ -244,22 +222,17 @@ def write_recipe(args: Record) -> str:
             value = getattr(args, option.dest)
             is_kept = option.recipe == ALWAYS or (option.recipe == IF_GIVEN and option.dest in args.given)
             if is_kept and value is not None and value != "":
-                table.append(f"{option.name} = {_toml(value)}")
+                # JSON, but for floats, characters beyond the first 65,536 and DEL.
+                text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+                table.append(f"{option.name} = {text}".replace("\x7f", "\\u007f"))
         if table:
             lines += ["", f"[{group}]", *table]
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
-    """Return a plain value as TOML, which differs from JSON in floats, characters beyond the first 65,536 and DEL."""
-    if isinstance(value, float):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def parse_args(argv: Sequence[str] | None = None) -> "Record":
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
-    parser = build_parser()
+    parser = options.build_parser()
     parser.explain = other_scripts.explain
     typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if "recipe" not in typed:
@@ -296,7 +269,7 @@ def split_dirs(args: Record) -> tuple[str, str]:
 
 def default_folder(args: Record) -> str:
     """Return the output folder of a run that was given none."""
-    return f"runs/{short_name(args.model)}"
+    return f"runs/{options.short_name(args.model)}"
 
 
 def evaluated_set(args: Record) -> str:
@@ -335,7 +308,7 @@ def resolve(
     """
     if isinstance(given, Record):
         return given
-    values, preset = vars(given), defaults()
+    values, preset = vars(given), options.defaults()
     is_sparse = not preset.keys() <= values.keys()
     if values.get("recipe") and reference_global_batch is None and not is_sparse:
         raise UserError(f"--recipe {given.recipe} is read by config.parse_args, and not by the parser alone; use that")
@@ -426,7 +399,7 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
     """Take evaluation options that were not given from the checkpoint's run; errors and result as of `_take`."""
     args, lines = _take(args, trained, [name for name, option in BY_NAME.items() if option.is_of_checkpoint])
     if "model" not in args.given and split_custom(args.model):
-        raise UserError(f"the checkpoint is of {args.model}, {WHY_TYPED}")
+        raise UserError(f"the checkpoint is of {args.model}, {options.WHY_TYPED}")
     if trained.get("criterion") and args.criterion is None:
         lines.append(f"the loss is the usual one: --criterion {trained['criterion']} of the checkpoint is not given")
     if trained.get("decoder") == "torchcodec":
@@ -460,7 +433,7 @@ def with_shards(args: Record, state: dict | None) -> Record:
     if state is None:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         return args.replaced(global_batch_size=global_batch_size, num_shards=global_batch_size // args.batch_size)
-    args, lines = _take(args, state["args"], [name for name in BY_NAME if is_filled_in(name, args)])
+    args, lines = _take(args, state["args"], [name for name in BY_NAME if options.is_filled_in(name, args)])
     for line in lines:
         print(line)
     # GoogLeNet and Inception rescale inputs only for published weights.
@@ -488,7 +461,7 @@ def validate(args: Record) -> None:
             raise UserError(
                 f"--output-dir {out} lies inside {Path(root).name}/ of the images, where it would count as a class"
             )
-    parse_allowed(args.allow_change)
+    options.parse_allowed(args.allow_change)
 
 
 def _validate_text(option: Option, text: str) -> None:
@@ -505,10 +478,10 @@ def _validate_names(args: Record) -> None:
     """Check names of optimizers and policies; those of models are looked up when they are built."""
     parse_kwargs(args.model_kwargs)
     for option, given, known, kind in [
-        ("--opt", args.opt, OPTIMIZERS, "optimizer"),
-        ("--auto-augment", args.auto_augment, POLICIES, "augmentation policy"),
-        ("--lr-scheduler", args.lr_scheduler, SCHEDULES, "schedule"),
-        *(("--metrics", name, MORE_METRICS, "metric") for name in args.metrics or ()),
+        ("--opt", args.opt, options.OPTIMIZERS, "optimizer"),
+        ("--auto-augment", args.auto_augment, options.POLICIES, "augmentation policy"),
+        ("--lr-scheduler", args.lr_scheduler, options.SCHEDULES, "schedule"),
+        *(("--metrics", name, options.MORE_METRICS, "metric") for name in args.metrics or ()),
     ]:
         has_timms = option in ("--opt", "--auto-augment")
         is_elsewhere = given and (split_custom(given) or (has_timms and given.startswith("timm/")))
@@ -521,10 +494,10 @@ def _validate_names(args: Record) -> None:
 def _validate_interpolation(args: Record) -> None:
     """Refuse interpolations that torchvision's transforms would refuse at the first image that needs them."""
     on_images, on_tensors = {"nearest", "nearest-exact", "bilinear", "bicubic"}, {"nearest", "bilinear"}
-    known, needed_by = set(INTERPOLATIONS), ""
+    known, needed_by = set(options.INTERPOLATIONS), ""
     if args.backend == "tensor":
         known, needed_by = on_images, "--backend tensor"
-    if args.auto_augment in POLICIES:
+    if args.auto_augment in options.POLICIES:
         # A policy rotates and shears; AugMix works on tensors with either backend.
         known = on_tensors if args.backend == "tensor" or args.auto_augment == "augmix" else on_images
         needed_by = f"--auto-augment {args.auto_augment}"

@@ -406,16 +406,11 @@ class DeviceLoader:
         self, loader: BatchLoader, device: torch.device, transform: transforms.BatchTransform, seed: int = 0
     ) -> None:
         self.loader, self.device, self.transform, self.seed = loader, device, transform, seed
-        dataset = getattr(loader, "dataset", None)
+        self.dataset = dataset = getattr(loader, "dataset", None)
         sets = dataset.index.label_sets if isinstance(dataset, IndexedImageFolder) else None
         self.label_sets = None if sets is None else torch.from_numpy(sets).to(device)
         self.streams = torch.get_device_module(device)
         self.stream = self.streams.Stream(device) if device.type != "cpu" and hasattr(self.streams, "Stream") else None
-
-    @property
-    def dataset(self) -> Dataset:
-        """The loader's data set."""
-        return self.loader.dataset
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -472,6 +467,5 @@ def build_device_loader(
     if sampler is None:
         sampler = EvalSampler(len(loader.dataset), args.batch_size, args.rank, args.world_size)
     loader.sampler = sampler
-    return DeviceLoader(
-        loader, device, train_transform if isinstance(sampler, TrainSampler) else eval_transform, args.seed
-    )
+    transform = train_transform if isinstance(sampler, TrainSampler) else eval_transform
+    return DeviceLoader(loader, device, transform, args.seed)

@@ -235,13 +235,6 @@ def read_json(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def find_os_error(error: BaseException) -> OSError | None:
-    """Return the OSError behind an error, if any; `torch.save` hides it behind a RuntimeError."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
 _TROUBLES = {
     errno.ENOSPC: "disk full",
     errno.EDQUOT: "the disk quota is used up",
@@ -249,8 +242,12 @@ _TROUBLES = {
 }
 
 
-def explain_failure(error: OSError, folder: Path, num_bytes: int) -> str:
-    """Say in a few words, with numbers, why that many bytes could not be written to a folder."""
+def explain_failure(error: BaseException, folder: Path, num_bytes: int) -> str | None:
+    """Say in a few words, with numbers, why that many bytes could not be written to a folder; None for other errors."""
+    while not isinstance(error, OSError):  # `torch.save` hides it behind a RuntimeError
+        error = error.__cause__ or error.__context__
+        if error is None:
+            return None
     reason = _TROUBLES.get(error.errno, error.strerror or str(error))
     space = f"needs {num_bytes / 1e6:.1f} MB, {free_bytes(folder) / 1e6:.1f} MB free"
     return f"{reason} ({space})" if error.errno in _TROUBLES else f"{reason} in {folder}"

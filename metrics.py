@@ -215,10 +215,9 @@ def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: D
     """
     if args.teacher is None or args.test_only:
         return criterion
+    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
     device = next(student.parameters()).device
-    teacher = build_teacher(args, list(val.classes)).to(device)
-    if args.channels_last:
-        teacher = teacher.to(memory_format=torch.channels_last)
+    teacher = build_teacher(args, list(val.classes)).to(device, memory_format=memory_format)
     return Distillation(criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha)
 
 
@@ -548,12 +547,8 @@ def build_metrics(args: Any, num_classes: int) -> list[Metric]:
     for name in filter(split_custom, args.metrics or ()):
         with in_one_line(f"--metrics {name}"):
             metric = load_function("metrics", args, name)(num_classes)
-            _check_metric(
-                metric,
-                num_classes,
-                _example_targets(args, num_classes),
-                {*CURVES} & {"loss", *(each for m in metrics for each in m.curves)},
-            )
+            taken = {"loss"}.union(*(each.curves for each in metrics))
+            _check_metric(metric, num_classes, _example_targets(args, num_classes), taken)
             metric.key = split_custom(name)[1]
             CURVES.update({curve: shown._asdict() for curve, shown in metric.curves.items()})
             metrics.append(metric)

@@ -8,9 +8,8 @@ import os
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,24 +23,15 @@ from errors import UserError, counted, did_you_mean, find_timm_config, in_one_li
 from files import own_temporary_folder
 from options import BY_NAME, split_custom
 
-AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
 # Weight of an auxiliary classifier's loss; the main loss has 1: GoogLeNet (Szegedy et al., arXiv 1409.4842,
 # section 5) and Inception v3 (the weight in PyTorch's own fine-tuning tutorial).
 AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
 
 
 def check_name(name: str) -> None:
-    """Raise UserError if torchvision lacks the model or its file is missing; timm's models are looked up when built."""
-    custom = split_custom(name)
-    if custom is not None:
-        path, function = custom
-        if not Path(path).is_file() or not function.isidentifier():
-            wrong = "there is no such file" if function.isidentifier() else f"{function!r} is no name of a function"
-            raise UserError(f"--model {name}: {wrong}; give FILE.py:FUNCTION")
-        return
+    """Raise UserError if torchvision lacks the model; timm's models and the user's own are looked up when built."""
     known = torchvision.models.list_models(module=torchvision.models)
-    if name not in known and not name.startswith("timm/"):
+    if name not in known and not name.startswith("timm/") and not split_custom(name):
         hint = did_you_mean(name, known) or f" (there are {', '.join(known)})"
         raise UserError(
             f"--model {name} is no classification model of torchvision{hint}; timm's are written timm/NAME, "
@@ -110,7 +100,9 @@ def build_model(
         weights = fit_channels(model, weights, args, source)
         load_matching(model, weights, source, build, num_classes, needs_classifier=args.test_only)
     if args.freeze:
-        freeze_all_but_classifier(model, num_classes)
+        ends = classifier_layers(model, num_classes)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.rpartition(".")[0] in ends)
     elif args.freeze_below:
         freeze_below(model, args.freeze_below)
     if split_custom(args.model):
@@ -123,10 +115,22 @@ def build_model(
 
 
 def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], args: Any, source: str) -> None:
-    """Refuse weights of GoogLeNet or Inception v3 unless their inputs are of the model's range: see `is_rescaled`."""
+    """Refuse weights of GoogLeNet or Inception v3 unless their inputs were rescaled as the model rescales its own.
+
+    torchvision rescales them for published weights, and training from these keeps it.
+    """
     if args.model not in AUXILIARY_WEIGHTS or not hasattr(weights, "options"):  # published ones, by their name
         return
-    found, own = is_rescaled(args.model, weights.options), model.transform_input
+    options, own = weights.options, model.transform_input
+    kwargs = options.get("model_kwargs")
+    given = parse_kwargs(kwargs) if BY_NAME["model_kwargs"].is_value(kwargs) else {}
+    if "transform_input" in given:
+        found = bool(given["transform_input"])
+    elif "weights" in options:
+        published = torchvision.models.get_model_weights(args.model).__members__
+        found = str(options["weights"]).rpartition(".")[2] in published
+    else:
+        found = options.get("pretrained")  # of torchvision's script before 0.12
     if found is None and "transform_input" not in parse_kwargs(args.model_kwargs):
         raise UserError(
             f"{source} does not say whether its inputs were rescaled to [-1, 1], as those of torchvision's published "
@@ -137,20 +141,6 @@ def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], args: Any, 
             f"{source} was trained with inputs {'' if found else 'not '}rescaled to [-1, 1]; give --model-kwargs "
             f"transform_input={found}"
         )
-
-
-def is_rescaled(name: str, options: Mapping[str, Any]) -> bool | None:
-    """Tell whether a GoogLeNet or Inception v3 with the options of a checkpoint rescales its inputs; None if unknown.
-
-    torchvision builds it so for published weights, and training from these keeps it.
-    """
-    kwargs = options.get("model_kwargs")
-    given = parse_kwargs(kwargs) if BY_NAME["model_kwargs"].is_value(kwargs) else {}
-    if "transform_input" in given:
-        return bool(given["transform_input"])
-    if "weights" in options:
-        return str(options["weights"]).rpartition(".")[2] in torchvision.models.get_model_weights(name).__members__
-    return options.get("pretrained")  # of torchvision's script before 0.12
 
 
 # Keyword arguments that the data or other options set; some would fetch weights.
@@ -371,13 +361,6 @@ def count_classes(model: nn.Module, weights: Mapping[str, Tensor], num_classes: 
     return num_classes if head is None or not head.ndim else len(head)
 
 
-def freeze_all_but_classifier(model: nn.Module, num_classes: int) -> None:
-    """Freeze all parameters but the classifier's; UserError if there is no classifier."""
-    ends = classifier_layers(model, num_classes)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.rpartition(".")[0] in ends)
-
-
 def freeze_below(model: nn.Module, layer: str) -> None:
     """Freeze all parameters before those of a layer, in their order; UserError if it has none, or none before it."""
     names = [name for name, _ in model.named_parameters()]
@@ -526,22 +509,9 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     return model
 
 
-def set_tf32(*, is_allowed: bool | None) -> None:
-    """Let float32 convolutions and matrix products on NVIDIA GPUs round their inputs to TF32, or forbid it for both.
-
-    None keeps torch's default, and so torchvision's numbers and speed: TF32 in convolutions only.
-    """
-    if is_allowed is None:
-        return
-    # Not the newer `fp32_precision`: inductor before torch 2.15 still reads these flags, and refuses to compile after
-    # the newer ones were set (pytorch/pytorch#166387); setting these sets the newer ones too.
-    torch.backends.cuda.matmul.allow_tf32 = is_allowed
-    torch.backends.cudnn.allow_tf32 = is_allowed
-
-
 def autocast(args: Any, device: torch.device) -> torch.amp.autocast:
     """Return a reusable context that computes in `--amp-dtype` under `--amp`, and has no effect otherwise."""
-    return torch.amp.autocast(device.type, dtype=AMP_DTYPES[args.amp_dtype or "float16"], enabled=args.amp)
+    return torch.amp.autocast(device.type, dtype=getattr(torch, args.amp_dtype or "float16"), enabled=args.amp)
 
 
 def build_scaler(args: Any, device: torch.device) -> torch.amp.GradScaler:
@@ -586,7 +556,8 @@ class ExponentialMovingAverage(AveragedModel):
         """Move the average towards `model`; copy `model` the first time, and after `n_averaged.fill_(0)`."""
         if self.n_averaged._version != self._version:  # loaded, or filled as torchvision's loop does
             self._is_empty = bool(self.n_averaged == 0)
-        pairs = [(own, new.to(own.device)) for own, new in zip(_state(self.module), _state(model), strict=True)]
+        states = ([*each.parameters(), *each.buffers()] for each in (self.module, model))
+        pairs = [(own, new.to(own.device)) for own, new in zip(*states, strict=True)]
         averaged = [pair for pair in pairs if pair[0].is_floating_point() and not self._is_empty]
         copied = [pair for pair in pairs if not pair[0].is_floating_point() or self._is_empty]
         if averaged:
@@ -606,11 +577,6 @@ class ExponentialMovingAverage(AveragedModel):
         """Reset to a copy of `model`."""
         self.reset()
         self.module.load_state_dict(model.state_dict())
-
-
-def _state(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def ema_decay(args: Any) -> float:
@@ -677,7 +643,10 @@ def set_up_device(args: Any) -> torch.device:
     """Choose deterministic kernels, TF32 and cuDNN's autotuning by the options; return this process's device."""
     torch.use_deterministic_algorithms(args.use_deterministic_algorithms)
     is_repeatable = args.use_deterministic_algorithms or args.test_only
-    set_tf32(is_allowed=args.tf32)
+    if args.tf32 is not None:  # else torch's default: in convolutions alone
+        # Not the newer `fp32_precision`: inductor before torch 2.15 still reads these flags, and refuses to compile
+        # after the newer ones were set (pytorch/pytorch#166387); setting these sets the newer ones too.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = not is_repeatable, is_repeatable
     device = torch.device(args.device)
     return torch.device(device.type, args.gpu) if args.distributed and device.type != "cpu" else device

@@ -543,17 +543,15 @@ def defaults() -> dict[str, Any]:
 
 
 # Options of earlier versions and their defaults there: recipes that those versions wrote hold them all, and checkpoints
-# too. The second set has those that change no number of a run.
-REMOVED = {
-    "worker-type": "process", "train-split": "train", "val-split": "val", "val-path": None, "limit-train-images": None,
-    "limit-val-images": None, "early-stop": None, "eval-batch-size": None, "decode-device": "cpu",
-    "prefetch-factor": 2, "mixup-prob": 1.0, "mixup-switch-prob": 0.5, "mixup-off-epoch": None, "keep-every": None,
-    "grad-compression": "none", "distillation-temperature": 3.0, "decoder": "pillow", "log-to": None,
-    "bad-images": "error", "profile": None,
+# too. The first set has those that change no number of a run.
+FREE_REMOVED = {
+    "worker-type": "process", "train-split": "train", "val-split": "val", "val-path": None, "early-stop": None,
+    "prefetch-factor": 2, "keep-every": None, "log-to": None, "profile": None,
 }  # fmt: skip
-FREELY_REMOVED = {
-    "worker-type", "train-split", "val-split", "val-path", "early-stop", "prefetch-factor", "keep-every",
-    "log-to", "profile",
+REMOVED = FREE_REMOVED | {
+    "limit-train-images": None, "limit-val-images": None, "eval-batch-size": None, "decode-device": "cpu",
+    "mixup-prob": 1.0, "mixup-switch-prob": 0.5, "mixup-off-epoch": None, "grad-compression": "none",
+    "distillation-temperature": 3.0, "decoder": "pillow", "bad-images": "error",
 }  # fmt: skip
 
 # The end of every message that refuses code which a file names.

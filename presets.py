@@ -434,20 +434,10 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
         with in_one_line(f"--auto-augment {policy}"):
             policy = load_function("auto_augment", args)()
             own_policy(policy)(Image.new("RGB", (args.train_crop_size, args.train_crop_size)))
-    augment = partial(
-        ClassificationPresetTrain,
-        hflip_prob=args.hflip_prob,
-        crop_scale=args.crop_scale,
-        auto_augment_policy=policy,
-        ra_magnitude=args.ra_magnitude,
-        augmix_severity=args.augmix_severity,
-        random_erase_prob=args.random_erase,
-        random_erase_fill=args.random_erase_fill,
-        color_jitter=args.color_jitter,
-        grayscale_prob=args.grayscale_prob,
-        blur_prob=args.blur_prob,
-        **common,
-    )
+    names = ("hflip_prob", "crop_scale", "ra_magnitude", "augmix_severity", "random_erase_fill", "color_jitter",
+             "grayscale_prob", "blur_prob")  # fmt: skip
+    options = {name: getattr(args, name) for name in names} | {"random_erase_prob": args.random_erase} | common
+    augment = partial(ClassificationPresetTrain, auto_augment_policy=policy, **options)
 
     def build_train(crop_size: int) -> ClassificationPresetTrain | ClassificationPresetEval:
         if args.augment:

@@ -263,7 +263,7 @@ class Run(BareRun):
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
-        self.state.advance()
+        self.state.steps += 1
         self.watchdog.beat()
         decision = self.decisions.result(*self.vote())  # of the step before
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0

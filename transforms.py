@@ -291,12 +291,7 @@ def get_mixup_cutmix(
 class BatchTransform:
     """The device's half of a preset: uint8 in; normalised floats out, erased and mixed as `erase` and `mix` say."""
 
-    def __init__(
-        self,
-        normalize: Normalize,
-        erase: RandomErasing | None = None,
-        mix: RandomMix | None = None,
-    ) -> None:
+    def __init__(self, normalize: Normalize, erase: RandomErasing | None = None, mix: RandomMix | None = None) -> None:
         self.normalize, self.erase, self.mix = normalize, erase, mix
 
     def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:

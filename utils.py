@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.weights import average_checkpoints, store_model_weights
+from distributed import collectives
 from distributed.collectives import (
-    choose_backend,
-    choose_gpu,
-    find_accelerator,
     get_rank,
     get_world_size,
     is_dist_avail_and_initialized,
     is_main_process,
-    join_processes,
-    place,
     setup_for_distributed,
 )
 from metrics import count_correct
@@ -245,14 +241,14 @@ def init_distributed_mode(args: Any) -> None:
     It is for people's own scripts, whose `args` may hold world_size, dist_url, device and dist_timeout; `main` resolves
     its options first. Collective: every rank must call it.
     """
-    args.device = getattr(args, "device", None) or find_accelerator() or "cpu"
+    args.device = getattr(args, "device", None) or collectives.find_accelerator() or "cpu"
     args.dist_url = getattr(args, "dist_url", "env://")
-    launch = place(getattr(args, "world_size", 1), args.dist_url)
+    launch = collectives.place(getattr(args, "world_size", 1), args.dist_url)
     args.rank, args.world_size, args.distributed = launch.rank, launch.world_size, launch.is_launched
-    args.gpu = choose_gpu(launch, args.device)
-    args.dist_backend = choose_backend(args.device)
+    args.gpu = collectives.choose_gpu(launch, args.device)
+    args.dist_backend = collectives.choose_backend(args.device)
     setup_for_distributed(args.rank == 0)
-    join_processes(args)
+    collectives.join_processes(args)
 
 
 def mkdir(path: str | os.PathLike) -> None:

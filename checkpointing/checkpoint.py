@@ -41,10 +41,6 @@ class RunState:
         """Steps done since the run began."""
         return self.epoch * self.steps_per_epoch + self.steps
 
-    def advance(self) -> None:
-        """Count a step."""
-        self.steps += 1
-
     def start_epoch(self, epoch: int) -> int:
         """Move to an epoch, unless it is the present one; return its next step."""
         if epoch != self.epoch:

@@ -18,16 +18,7 @@ from checkpointing.archive import Found, find_bad_record, read_checkpoint
 from checkpointing.checkpoint import BEST_NAMES, RunState
 from distributed.launch import read_launch
 from errors import StorageError, UserError, counted
-from files import (
-    explain_failure,
-    find_os_error,
-    lock_file,
-    make_folder,
-    read_bytes,
-    retry_read,
-    sync_folder,
-    write_atomically,
-)
+from files import explain_failure, lock_file, make_folder, read_bytes, retry_read, sync_folder, write_atomically
 
 NUMBERED = re.compile(r"checkpoint-(\d{8,})\.pth")
 
@@ -291,13 +282,10 @@ class CheckpointFolder:
                 self.say(f"warning: metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
         num_bytes = sum(tensor.nbytes for tensor in filter(torch.is_tensor, tree_iter(state)))  # nearly the file's size
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
-        return self._commit(state["step"], lambda file: torch.save(state, file), num_bytes, best_now)
+        return self.commit(state["step"], lambda file: torch.save(state, file), num_bytes, best_now)
 
-    def save_copy(self, payload: bytes, step: int, best_now: Iterable[str]) -> str | None:
-        """Write the bytes of another node's checkpoint; returns as `save`."""
-        return self._commit(step, payload, len(payload), best_now)
-
-    def _commit(self, step: int, content: bytes | Callable, num_bytes: int, best_now: Iterable[str]) -> str | None:
+    def commit(self, step: int, content: bytes | Callable, num_bytes: int, best_now: Iterable[str]) -> str | None:
+        """Write a checkpoint's content, as of `write_atomically`; returns as `save`."""
         path, is_written = self.path_of(step), False
         try:
             write_atomically(path, content, _verify_archive)
@@ -308,10 +296,9 @@ class CheckpointFolder:
                 self._link(self._owed[name], name)
                 del self._owed[name]
         except Exception as error:
-            cause = find_os_error(error)
-            if cause is None:
+            why = explain_failure(error, self.folder, num_bytes)
+            if why is None:
                 raise
-            why = explain_failure(cause, self.folder, num_bytes)
             if is_written:
                 return f"{path.name} was saved, but not given its other names: {why}"
             return f"{path.name} was not saved: {why}; still safe: {self._name_newest()}"

@@ -16,17 +16,7 @@ from PIL import features
 from custom.code import OWN
 from distributed import collectives
 from errors import UserError, one_line
-from options import (
-    BY_NAME,
-    FREE,
-    FREELY_REMOVED,
-    REMOVED,
-    SCHEDULES,
-    SILENT,
-    is_filled_in,
-    is_same_model,
-    parse_allowed,
-)
+from options import BY_NAME, FREE, FREE_REMOVED, REMOVED, SCHEDULES, SILENT, is_filled_in, is_same_model, parse_allowed
 
 # Set by the script, not by the user.
 _DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted"}
@@ -109,7 +99,7 @@ def check_options(state: dict, args: Any) -> None:
     """
     for name, value in REMOVED.items():
         known = state["args"].get(name.replace("-", "_"), value)
-        if known != value and name not in FREELY_REMOVED:
+        if known != value and name not in FREE_REMOVED:
             raise UserError(
                 f"cannot resume (--resume {args.resume}): the run has --{name} {known}, an option that was removed; "
                 "resume it with the version that wrote it, or start from its weights: --weights"

@@ -95,13 +95,12 @@ def _as_built(args: Any, weights: Weights, source: str) -> Any:
 
     Models of other names, or with another activation, may have weights of the same names and shapes.
     """
-    theirs, kwargs = weights.options.get("model"), weights.options.get("model_kwargs")
+    theirs = weights.options.get("model")
     pair = theirs or args.model, args.model
     names = [name.partition(".")[0] if name.startswith("timm/") else name for name in pair]  # without their tags
     if not is_same_model(*names):
         raise UserError(f"{source} is of {theirs}, and --model is {args.model}; give --model {theirs}")
-    known = {name: weights.options.get(name) for name in ("in_chans", "multi_label", "bce_loss") if args.test_only or
-             name == "in_chans"} | {"model_kwargs": kwargs}  # fmt: skip
+    known = {name: weights.options.get(name) for name in ("in_chans", "model_kwargs", "multi_label", "bce_loss")}
     known = {name: value for name, value in known.items() if value and BY_NAME[name].is_value(value)}
     return args.replaced(**{name: value for name, value in known.items() if name not in args.given})
 

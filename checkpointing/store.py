@@ -230,7 +230,7 @@ class CheckpointManager:
         payload = collectives.broadcast_bytes(payload, 0, self._group)
         if payload and not collectives.is_main_process():
             self._finish_copy()
-            self._copying = self._thread.submit(self._files.save_copy, payload, self._step, self._best_now)
+            self._copying = self._thread.submit(self._files.commit, self._step, payload, len(payload), self._best_now)
 
     def _finish_copy(self) -> None:
         """Wait for this node's copy; a failure is a warning. Not collective."""

@@ -7,7 +7,7 @@ import os
 import re
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,16 +222,10 @@ def as_checkpoint(weights: Weights, **more: Any) -> dict[str, Any]:
     classes = weights.classes
     known = {} if classes is None else {"data": {"num_classes": len(classes), "classes": classes}}
     args = {name: value for name, value in weights.options.items() if _is_plain(value)}
-    return {"model": plain_state_dict(weights), "args": args, **known, **more}
-
-
-def plain_state_dict(weights: Mapping[str, torch.Tensor], prefix: str = "") -> OrderedDict:
-    """Return weights as an `OrderedDict`, with a prefix before all names, and with their modules' version notes."""
-    plain = OrderedDict((f"{prefix}{name}", tensor) for name, tensor in weights.items())
-    notes = getattr(weights, "_metadata", None)
-    if notes is not None:
-        plain._metadata = OrderedDict((f"{prefix}{name}".rstrip("."), note) for name, note in notes.items())
-    return plain
+    plain = OrderedDict(weights)
+    if hasattr(weights, "_metadata"):  # the modules' version notes
+        plain._metadata = OrderedDict(weights._metadata)
+    return {"model": plain, "args": args, **known, **more}
 
 
 def _is_plain(value: Any) -> bool:

@@ -69,7 +69,8 @@ class WatchedLoader:
     """A loader that stops on every rank before the same batch once a rank has been told to stop.
 
     Ranks may have different numbers of batches; a rank without batches keeps deciding until all have finished. `stop`
-    is called with the cause, on all ranks, and raises; `beat` is called before each batch.
+    is called with the cause, on all ranks, and raises; `beat` is called before each batch. Other attributes are the
+    loader's.
     """
 
     def __init__(
@@ -77,15 +78,8 @@ class WatchedLoader:
     ) -> None:
         self.loader, self.decisions, self.stop, self.beat = loader, decisions, stop, beat
 
-    @property
-    def dataset(self) -> Any:
-        """The loader's data set."""
-        return self.loader.dataset
-
-    @property
-    def numbers(self) -> Callable[[], Iterator]:
-        """The loader's own function, if it has one, that yields the image numbers of each batch."""
-        return self.loader.numbers
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
         return len(self.loader)

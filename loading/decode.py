@@ -239,23 +239,6 @@ def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None,
         return to_mode(image, mode)
 
 
-def decode_jpeg(payload: bytes | bytearray, frame: Frame, box: tuple[int, int, int, int], mode: str = "RGB") -> Tensor:
-    """Decode a box (left, top, right, bottom, px) of a JPEG with Pillow, which torchvision's loader uses too.
-
-    Returns:
-        (channels of `mode`, height, width) uint8, a view of channels-last pixels.
-
-    Raises:
-        OSError: the file is damaged; also ValueError.
-    """
-    own = "RGB" if frame.num_components == 3 else "L"
-    # Call Pillow's decoder directly: `Image.open` would parse the header again.
-    image = Image.frombytes(own, (frame.width, frame.height), payload, "jpeg", own, "")
-    if box != (0, 0, *image.size):
-        image = image.crop(box)
-    return _as_tensor(image if mode == own else image.convert(mode))
-
-
 def _as_tensor(image: Image.Image) -> Tensor:
     """Return an image as (channels, height, width) uint8, a view of channels-last pixels."""
     pixels = torch.from_numpy(numpy.array(image))
@@ -281,8 +264,14 @@ class ImageFile:
         """
         box = (left, top, left + width, top + height)
         if self.frame is not None:
+            payload, frame = shorten(self.payload, self.frame, top + height)
+            own = "RGB" if frame.num_components == 3 else "L"
             try:
-                return decode_jpeg(*shorten(self.payload, self.frame, top + height), box, mode)
+                # Call Pillow's decoder directly: `Image.open` would parse the header again.
+                image = Image.frombytes(own, (frame.width, frame.height), payload, "jpeg", own, "")
+                if box != (0, 0, *image.size):
+                    image = image.crop(box)
+                return _as_tensor(image if mode == own else image.convert(mode))
             except (OSError, ValueError):
                 # The file is damaged: Pillow tells how, or decodes as much as it can.
                 _check_memory(self.size[0] * self.size[1])

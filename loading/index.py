@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy
 
@@ -27,8 +27,6 @@ CLASSES = "classes.txt"
 
 _FORMAT = "touchstone image index 4"
 
-T = TypeVar("T")
-
 
 def encode(names: Iterable[str]) -> numpy.ndarray:
     """Return names as bytes in one array: forked workers would copy the pages of a million Python strings."""
@@ -40,7 +38,7 @@ def decode(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def with_retries(work: Callable[[], T]) -> T:
+def with_retries(work: Callable[[], Any]) -> Any:
     """Return the result of `work`; after an OSError or MemoryError, try again up to three times."""
     return retry(work, RETRY_WAITS_S)
 
@@ -124,11 +122,6 @@ class ImageIndex(ArraySource):
                 doubt = f"{cache.parent}: {error.strerror or error}"
         if doubt:
             print(one_line(f"the index of {self.where} is not cached, so the next start scans again: {doubt}"))
-        return self
-
-    def open_anew(self) -> "ImageIndex":
-        """Scan, as `open` does without a cache; write none."""
-        self._scan()
         return self
 
     def _header(self) -> numpy.ndarray:

@@ -98,7 +98,7 @@ class Source(ABC):
 
     def fingerprint(self) -> str:
         """Return a hash of the names and labels of all images, the same in every format."""
-        return digest(line_of(self.name(number), self.label(number)) for number in range(len(self)))
+        return digest(encoded(f"{self.name(number)} {self.label(number)}\n") for number in range(len(self)))
 
     def identity(self) -> dict[str, str | None]:
         """Return facts that tell a split from another with the same names, without a look at each file.
@@ -133,10 +133,6 @@ class Subset(Source):
     def path(self, number: int) -> str:
         """Return the path of an image, for messages."""
         return self.whole.path(int(self.numbers[number]))
-
-    def size(self, number: int) -> int:
-        """Return the bytes of an image's file."""
-        return self.whole.size(int(self.numbers[number]))
 
     def read(self, number: int) -> bytes:
         """Return the bytes of an image's file; raises as `Source.read`."""
@@ -198,11 +194,6 @@ def check_num_bytes(num_bytes: int) -> None:
     """Raise BadImageError if a file is too large for an image."""
     if num_bytes > _MAX_BYTES:
         raise BadImageError(f"it has {num_bytes:,} bytes; an image has at most {_MAX_BYTES:,}")
-
-
-def line_of(name: str, label: int) -> bytes:
-    """Return an image's line of the fingerprint, which checkpoints hold."""
-    return encoded(f"{name} {label}\n")
 
 
 def encoded(text: str) -> bytes:

@@ -54,22 +54,19 @@ class EventFile:
         self._file.write(event.SerializeToString())
 
     def add(self, record: dict) -> None:
-        """Add the points of a record."""
+        """Add the points of a record: values by the tags of their curves; none of an epoch's means."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in drawn(record).items()]
+        if record["kind"] == "epoch":
+            return
+        values = [
+            Summary.Value(tag=f"{record['kind']}/{name}", simple_value=value)
+            for name, value in record.items()
+            if name not in NOT_DRAWN and isinstance(value, float | int)
+        ]
         self._write(record["step"], record["time"], summary=Summary(value=values))
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def drawn(record: dict) -> dict[str, float]:
-    """Return the points of a record: values by the tags of their curves."""
-    return {
-        f"{record['kind']}/{name}": value
-        for name, value in record.items()
-        if record["kind"] != "epoch" and name not in NOT_DRAWN and isinstance(value, float | int)
-    }

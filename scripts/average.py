@@ -22,7 +22,7 @@ from loading.forms import open_source
 from loading.progress import Progress
 from options import PREPROCESSING
 from scripts.predict import load_batches
-from scripts.tool import build_parser, check_inputs, given_path, output_file, positive, run, write_output
+from scripts.tool import build_parser, given_path, output_file, positive, run, write_output
 from scripts.trained import add_machine_options, add_options, build_trained, read_weights, settle, show_preprocessing
 
 PROG = "python -m scripts.average"
@@ -168,7 +168,8 @@ def average(parser: argparse.ArgumentParser) -> None:
     if idle and options.reestimate_bn is None:
         raise UserError(f"--{idle[0].replace('_', '-')} has no effect without --reestimate-bn DATA_PATH; leave it out")
     sources = choose(options.checkpoint, options.last)
-    check_inputs(options.output, sources)
+    if options.output.exists() and any(options.output.samefile(path) for path in sources if os.path.exists(path)):
+        raise UserError(f"--output {options.output} is one of the files that it is made from; give another one")
     weights, more = read_mean(sources, is_average=options.ema), {}
     kind = weights.kind
     if options.reestimate_bn is not None:

@@ -30,10 +30,9 @@ from loading.source import Source, labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from presets import build_presets
-from sampler import EvalSampler
 from scripts.report import draw_confusion, page, saved, show_images, table
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
-from scripts.trained import Trained, add_machine_options, add_options, check_one_label, open_given, settle
+from scripts.trained import Trained, add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.evaluate"
 
@@ -65,8 +64,6 @@ the same in every bit on any number of processes, with the same --batch-size and
 
 _INTERRUPTED = "interrupted; start it again: no results are kept"
 
-_SYNSET = re.compile(r"n\d{8}")
-
 
 class ImageSet:
     """A set of class folders, tars or a pack to evaluate on.
@@ -80,20 +77,8 @@ class ImageSet:
         found_by: how the classes were found: `name`, `number`, `order` or `synset`.
     """
 
-    def __init__(self, name: str, source: Source, given: str) -> None:
-        self.name, self.source, self.given, self.words = name, source, given, source.classes
-
-    def number_classes(self, numbers: list[int], found_by: str, num_classes: int) -> None:
-        """Set the numbers that the set's classes have in the model."""
-        self.labels = numpy.array(numbers, dtype=numpy.int64)[labels_of(self.source)]
-        self.found_by = found_by
-        self.columns = torch.tensor(sorted(numbers)) if len(numbers) < num_classes else None
-
-
-def open_set(text: str) -> ImageSet:
-    """Open the whole set that a `--set` names."""
-    name, source = open_named("--set", text)
-    return ImageSet(name, source, f"--set {name}")
+    def __init__(self, name: str, source: Source) -> None:
+        self.name, self.source, self.given, self.words = name, source, f"--set {name}", source.classes
 
 
 def number_classes(sets: list[ImageSet], trained: Trained, num_classes: int) -> list[str]:
@@ -101,7 +86,9 @@ def number_classes(sets: list[ImageSet], trained: Trained, num_classes: int) -> 
     parts = [each.words for each in sets if len(each.words) == num_classes]
     whole = next((words for words in parts if not _are_numbers(words, num_classes)), None)
     for each in sets:
-        each.number_classes(*find_classes(each, trained, num_classes, whole), num_classes)
+        numbers, each.found_by = find_classes(each, trained, num_classes, whole)
+        each.labels = numpy.array(numbers, dtype=numpy.int64)[labels_of(each.source)]
+        each.columns = torch.tensor(sorted(numbers)) if len(numbers) < num_classes else None
     return trained.classes or whole or list(map(str, range(num_classes)))
 
 
@@ -158,7 +145,7 @@ def _check_numbers(each: ImageSet, num_classes: int, *, has_names: bool) -> None
 
 def _number_synsets(words: list[str], num_classes: int, whole: list[str] | None) -> dict[str, int]:
     """Return the numbers of all synsets, in the order of a set that has all classes, else of timm."""
-    if whole is None and num_classes == 1000 and all(map(_SYNSET.fullmatch, words)):
+    if whole is None and num_classes == 1000 and all(re.fullmatch(r"n\d{8}", word) for word in words):
         require_timm("without a set of all 1000 classes, the order", "of the synsets")
         whole = importlib.import_module("timm.data").ImageNetInfo().label_names()
     return {word: number for number, word in enumerate(whole or [])}
@@ -330,19 +317,17 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
     sets = []
     for text in options.sets:
-        each = open_set(text)
-        if each.name == "minival":
-            each.source, _ = data.hold_out(each.source, options.minival)
-        sets.append(each)
-    names = number_classes(sets, trained, num_classes)
-    return sets, names
+        name, source = open_named("--set", text)
+        if name == "minival":
+            source, _ = data.hold_out(source, options.minival)
+        sets.append(ImageSet(name, source))
+    return sets, number_classes(sets, trained, num_classes)
 
 
 def evaluate(options: argparse.Namespace) -> None:
     """Write the files that were asked for, and print the results. Collective: every rank must call it."""
     validate(options)
     trained = open_given(options)
-    check_one_label(trained, options.checkpoint)
     args = settle(trained, options, is_alone=False)
     num_classes = trained.count_classes()
     sets, names = open_sets(options, trained, num_classes)
@@ -363,8 +348,7 @@ def evaluate(options: argparse.Namespace) -> None:
     all_scores = []
     k = min(max(options.topk), num_classes)
     for each, loader in zip(sets, loaders, strict=True):
-        sampler = EvalSampler(len(each.source), args.batch_size, args.rank, args.world_size)
-        loader = data.build_device_loader(args, loader, sampler, device, num_classes)
+        loader = data.build_device_loader(args, loader, None, device, num_classes)
         with torch.inference_mode(), models.autocast(args, device):
             rows = score_set(each, model, loader, k if each.columns is None else min(k, len(each.columns)))
         if args.rank == 0:

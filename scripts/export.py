@@ -19,18 +19,7 @@ from files import read_json
 from loading.progress import size_text
 from options import short_name
 from scripts.tool import as_json, build_parser, given_path, make_out, own_stdout, run, write_output
-from scripts.trained import (
-    EXTRA_FILE,
-    FORMAT,
-    OPTIONS,
-    Trained,
-    add_options,
-    check_one_label,
-    checked,
-    open_given,
-    open_graph,
-    packed,
-)
+from scripts.trained import EXTRA_FILE, FORMAT, OPTIONS, Trained, add_options, checked, open_given, open_graph, packed
 
 PROG = "python -m scripts.export"
 
@@ -199,7 +188,6 @@ def export(options: argparse.Namespace) -> None:
         for package in FORMS[form][1]:
             require_package(package, f"--format {form}")
     trained = open_given(options)
-    check_one_label(trained, options.checkpoint)
     make_out(options.output, "--output")
     job = Export(trained, options)
     for form in chosen:

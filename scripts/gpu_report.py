@@ -27,7 +27,6 @@ from scripts import tool
 PROG = "python -m scripts.gpu_report"
 EXAMPLES = """examples:
   python -m scripts.gpu_report                                  on every GPU of this machine (make gpu-report)
-  python -m scripts.gpu_report --data-path /data/imagenet       loading from these files as well
   python -m scripts.gpu_report --device cpu --model resnet18 --crop 32 --batch-size 4 --steps 3    to try it
 """
 LIMIT_S = 20 * 60
@@ -60,15 +59,6 @@ def read_step(folder: Path) -> str:
     return f"{rate:,.0f} images/s a process; ours / bare {middle:.3f} ({low:.3f} to {high:.3f})"
 
 
-def read_loader(folder: Path) -> str:
-    """Return the ratios of loading to torchvision's own, in training and in evaluation."""
-    found = json.loads((folder / "loader.json").read_text())
-    ratios = {split: next(iter(found[split]["ratios"].values())) for split in ("train", "val")}
-    return ", ".join(
-        f"{split} {middle:.2f} ({low:.2f} to {high:.2f})" for split, (middle, low, high, *_) in ratios.items()
-    )
-
-
 def read_resume(folder: Path) -> str:
     """Compare the weights of a run with those of one that ended after an epoch and was resumed."""
     whole, resumed = (load_checkpoint(folder / name / "checkpoint.pth", name)["model"] for name in ("whole", "resumed"))
@@ -90,10 +80,6 @@ def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]
     model = f"--model {options.model} --batch-size {options.batch_size} --device {options.device} {crop}"
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}" if num_gpus > 1 else ""
     yield Row("tests of `-m gpu`", [f"-m pytest -q -m gpu --junitxml {there}/tests.xml"], read_tests)
-    if options.data_path:
-        images = shlex.quote(str(options.data_path.resolve()))
-        loader = f"-m scripts.benchmark loader --data-path {images} --json {there}/loader.json"
-        yield Row("loading, ours / torchvision", [loader], read_loader)
     step = f"-m scripts.benchmark step --rounds 5 --steps {lines} --json {there}/step.json {model}"
     for precision in PRECISIONS if num_gpus else PRECISIONS[:1]:
         yield Row(f"step, {precision or 'float32'}", [f"{step} {precision}"], read_step)
@@ -164,7 +150,6 @@ def main() -> None:
     add("--batch-size", metavar="N", type=tool.positive, default=256, help="images a process (default: 256)")
     add("--crop", metavar="PX", type=tool.positive, help="size of the images (default: 224, and the recipe's)")
     add("--steps", metavar="N", type=tool.positive, default=200, help="steps of the recipe (default: 200)")
-    add("--data-path", metavar="DIR", type=tool.given_path, help="class folders in train/ and val/: loading, too")
     json_help = "the results (default: gpu-report.json)"
     add("--json", metavar="FILE", type=tool.output_file(".json"), default=Path("gpu-report.json"), help=json_help)
 

@@ -48,7 +48,7 @@ def without_paths(text: str) -> str:
     return _PATH.sub("", text)
 
 
-def describe_record(folder: Path, claim: str) -> dict[str, Any]:
+def describe_record(folder: Path) -> dict[str, Any]:
     """Return the content of record.json for a run's output folder; UserError if the run has not finished."""
     status, run, records = read_json(folder / "status.json"), read_json(folder / "run.json"), LoggedRun(folder).records
     if status.get("state") != "finished" or not run:
@@ -60,39 +60,32 @@ def describe_record(folder: Path, claim: str) -> dict[str, Any]:
     }  # fmt: skip
     if "val" not in results:
         raise UserError(f"{folder} holds no evaluation in metrics.jsonl; a run without one is no record")
-    environment = run.get("environment", {})
-    if "dirty" in (environment.get("revision") or "dirty") or "processor" not in run:
-        raise UserError(f"{folder}: files had changed since the commit; commit them, and run it again")
     return {
-        "claim": claim,
         "date": time.strftime("%Y-%m-%d", time.gmtime(run["started"])),
         "command": [without_paths(word) for word in run["command"]],
         "seed": run["args"]["seed"],
-        "processor": run["processor"],
-        "environment": environment,
+        "processor": run.get("processor"),
+        "environment": run.get("environment", {}),
         "results": results,
         "hours": records[-1]["hours"],
     }
 
 
-def describe_log(path: Path, text: str, claim: str) -> dict[str, Any]:
+def describe_log(path: Path, text: str) -> dict[str, Any]:
     """Return the content of record.json for the text of a command's log from here; UserError if it is none."""
-    found, environment = list(_RESULT.finditer(text)), describe_environment(Namespace(device="cpu", world_size=1))
+    found = list(_RESULT.finditer(text))
     if not text.startswith("$ ") or not found:
         raise UserError(f"{path}: expected `$ COMMAND` in its first line, and a line `Test: Acc@1 ...`")
-    if "dirty" in (environment["revision"] or "dirty"):
-        raise UserError(f"{path}: files of this checkout have changed since its commit; commit them first")
     command = without_paths(text[2:].splitlines()[0])
     seed, took = _SEED.search(command), re.search(r"^Training time (\d+):(\d+):(\d+)", text, flags=re.M)
     results = {name: float(value) for name, value in found[-1].groupdict().items() if value}
     hours = sum(int(part) / unit for part, unit in zip(took.groups(), (1, 60, 3600), strict=True)) if took else None
     return {
-        "claim": claim,
         "date": time.strftime("%Y-%m-%d", time.gmtime(path.stat().st_mtime)),
         "command": shlex.split(command),
         "seed": int(seed[2] or 0) if seed else 0,
         "processor": describe_processor(),
-        "environment": environment,
+        "environment": describe_environment(Namespace(device="cpu", world_size=1)),
         "results": {"val": results},
         "hours": hours,
     }
@@ -101,7 +94,7 @@ def describe_log(path: Path, text: str, claim: str) -> dict[str, Any]:
 def add_record(path: Path, claim: str, records: Path) -> Path:
     """Write a record of a run's folder or of a log, and return its folder, named by the claim and the seed."""
     if path.is_dir():
-        content, log = describe_record(path, claim), (path / "log.txt").read_text(errors="replace")
+        content, log = describe_record(path), (path / "log.txt").read_text(errors="replace")
         if re.search("^(versions|options) that changed: (?!output-dir)", log, flags=re.M):
             raise UserError(f"{path}: options, versions or the commit changed between its starts; run it again")
         log = re.sub(r"^(==== \S+ \S+, )\S+, ", r"\1", log, flags=re.M)  # without the host
@@ -109,11 +102,13 @@ def add_record(path: Path, claim: str, records: Path) -> Path:
         files = {"metrics.jsonl": (path / "metrics.jsonl").read_bytes(), "recipe.toml": recipe}
     else:
         log, files = path.read_text(errors="replace"), {}
-        content = describe_log(path, log, claim)
+        content = describe_log(path, log)
+    if "dirty" in (content["environment"].get("revision") or "dirty") or not content["processor"]:
+        raise UserError(f"{path}: files had changed since the commit; commit them, and run it again")
     out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
     make_folder(out)
     # record.json comes last: a folder without it is no record.
-    files |= {"log.txt": without_paths(log).encode(), "record.json": tool.as_json(content)}
+    files |= {"log.txt": without_paths(log).encode(), "record.json": tool.as_json({"claim": claim, **content})}
     for name, payload in files.items():
         write_atomically(out / name, payload)
     return out

@@ -23,7 +23,7 @@ from loading.progress import Progress
 from loading.source import IMG_EXTENSIONS
 from presets import ClassificationPresetEval
 from scripts.report import page, show_images, table
-from scripts.tool import as_json, build_parser, output_file, own_stdout, positive, run, write_output
+from scripts.tool import as_json, build_parser, given_path, output_file, own_stdout, positive, run, write_output
 from scripts.trained import add_machine_options, add_options, open_given, settle
 
 PROG = "python -m scripts.predict"
@@ -34,7 +34,7 @@ examples:
   python -m scripts.predict resnet50.IMAGENET1K_V2 photos --json > predictions.json
   python -m scripts.predict exported/resnet50.onnx photos --topk 3
   python -m scripts.predict runs/a/best.pth photos/val.csv --html predictions.html
-  find photos -name '*.jpg' | python -m scripts.predict runs/a/best_ema.pth --ema -
+  python -m scripts.predict runs/a/best_ema.pth --ema photos/*.jpg
 
 The first argument is a checkpoint, a file of weights, a file of `python -m scripts.export` in any form, or the name of
 published weights. A .pt2 is a program: give only those that you trust. Images are prepared as in torchvision's
@@ -63,19 +63,8 @@ class Prediction(NamedTuple):
         return {"file": self.file, **top[0], "top": top}
 
 
-def find_images(given: Iterable[str]) -> list[tuple[Path, str | None]]:
-    """Return images, with the class that a list gives: files, those of lists, all below folders, sorted, and of a -."""
-    paths = []
-    for name in given:
-        names = [line for line in sys.stdin.read().splitlines() if line] if name == "-" else [name]
-        for path in map(Path, names):
-            paths += _images_of(path)
-    if not paths:
-        raise UserError("no images: expected files, folders, lists, or paths on standard input for a -")
-    return paths
-
-
-def _images_of(path: Path) -> Iterable[tuple[Path, str | None]]:
+def find_images(path: Path) -> Iterable[tuple[Path, str | None]]:
+    """Return images, with the class that a list gives: a file, those of a list, or all below a folder, sorted."""
     if not path.is_dir():
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; give images, or folders of them")
@@ -192,8 +181,10 @@ def write_page(
 def predict(options: argparse.Namespace) -> int:
     """Print the classes of the images, and return the exit code."""
     with own_stdout() as stdout:
-        images = find_images(options.images)
-        trained = open_given(options, takes_graphs=True)
+        images = [image for path in options.images for image in find_images(path)]
+        if not images:
+            raise UserError("no images: the lists name none")
+        trained = open_given(options, is_predicting=True)
         is_multi_label = bool(trained.args.multi_label)
         truths = [truth for _, truth in images]
         truths = truths if is_multi_label else find_truths(images, dict.fromkeys(trained.classes or ()))
@@ -216,7 +207,7 @@ def main() -> None:
     """Predict the classes of the command line's images."""
     parser = build_parser(PROG, "CHECKPOINT IMAGE... [options]", "Name the classes of images.", EPILOG)
     add_options(parser, "a checkpoint, an exported file, or the name of published weights")
-    parser.add_argument("images", metavar="IMAGE", nargs="+", help="files, folders, lists, or - for paths on stdin")
+    parser.add_argument("images", metavar="IMAGE", nargs="+", type=given_path, help="files, folders, or lists")
     parser.add_argument("--html", metavar="FILE", type=output_file(".html"), help="show images and classes in a page")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")

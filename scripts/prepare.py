@@ -96,13 +96,6 @@ def read_devkit(path: Path) -> Truth:
         return Truth({f"ILSVRC2012_val_{number:08d}": synsets[int(line)] for number, line in lines})
 
 
-def read_kaggle(path: Path) -> Truth:
-    """Return the classes that Kaggle's table lists; UserError if it is another table."""
-    with in_one_line(f"{path} is not a {TRUTH_CSV} of the columns ImageId and PredictionString; download it again"):
-        rows = csv.DictReader(read_bytes(path).decode().splitlines())
-        return Truth({row["ImageId"]: row["PredictionString"].split()[0] for row in rows})
-
-
 def tar_files(path: Path, file: BinaryIO, start: int, end: int) -> Iterator[tuple[str, int, int]]:
     """Yield the name, begin and end of each file in the tar from `start` to `end`; UserError as `tar_members`."""
     for member in tar_members(path, file, start, end, kind="tar"):
@@ -194,11 +187,6 @@ def check_md5(path: Path) -> None:
         )
 
 
-def is_known(path: Path) -> bool:
-    """Tell whether a file is one that this tool reads."""
-    return path.is_file() and (path.name in KNOWN or path.suffix == ".parquet")
-
-
 def find_files(given: list[Path]) -> tuple[dict[str, Path], list[Path]]:
     """Return the known files by their names, and the folders, among the given paths and the places below them."""
     files, folders = {}, []
@@ -206,7 +194,8 @@ def find_files(given: list[Path]) -> tuple[dict[str, Path], list[Path]]:
         places = [path / name for name in _PLACES if (path / name).is_dir()]
         folders += places
         below = [file for place in places for file in sorted(place.iterdir())]
-        known = [file for file in (path, *below) if is_known(file)]
+        known = [file for file in (path, *below) if file.name in KNOWN or file.suffix == ".parquet"]
+        known = [file for file in known if file.is_file()]
         for file in known:
             files.setdefault(file.name, file)
         if not places and not known:
@@ -220,9 +209,12 @@ def read_truth(files: dict[str, Path], *, has_md5: bool) -> Truth:
         if has_md5:
             check_md5(files[DEVKIT])  # before its content is parsed
         return read_devkit(files[DEVKIT])
-    if TRUTH_CSV in files:
-        return read_kaggle(files[TRUTH_CSV])
-    raise UserError(f"val does not name the classes of its images; give also {DEVKIT} or {TRUTH_CSV}")
+    path = files.get(TRUTH_CSV)
+    if path is None:
+        raise UserError(f"val does not name the classes of its images; give also {DEVKIT} or {TRUTH_CSV}")
+    with in_one_line(f"{path} is not a {TRUTH_CSV} of the columns ImageId and PredictionString; download it again"):
+        rows = csv.DictReader(read_bytes(path).decode().splitlines())
+        return Truth({row["ImageId"]: row["PredictionString"].split()[0] for row in rows})
 
 
 class Split:
@@ -381,8 +373,8 @@ def prepare(options: argparse.Namespace) -> None:
     print(one_line(f"or, to load faster, python -m scripts.pack --data-path {folder} {packed} --short-side 256"))
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's options."""
+def main() -> None:
+    """Run the command line."""
     description = "Turn ImageNet as it is downloaded into class folders."
     parser = build_parser(PROG, "SOURCE [SOURCE ...] OUT [options]", description, EPILOG)
     parser.add_argument(
@@ -393,12 +385,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         "--splits", nargs="+", choices=["train", "val"], help="splits to write (default: those in the sources)"
     )
     parser.add_argument("--skip-md5", action="store_true", help="do not compare the official archives with their MD5")
-    return parser
-
-
-def main() -> None:
-    """Run the command line."""
-    run(PROG, lambda: prepare(get_args_parser().parse_args()), "interrupted; the same command continues it")
+    run(PROG, lambda: prepare(parser.parse_args()), "interrupted; the same command continues it")
 
 
 if __name__ == "__main__":

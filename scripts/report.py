@@ -114,15 +114,9 @@ def kinds_in(runs: Iterable[LoggedRun]) -> dict[str, str]:
 
 def results_in(runs: Iterable[LoggedRun]) -> list[str]:
     """Return the names of all metrics, one's own too."""
-    found = dict.fromkeys(
-        name
-        for run in runs
-        for record in run.records
-        if record["kind"] not in ("train", "epoch")
-        for name, value in record.items()
-        if name not in NOT_DRAWN and isinstance(value, float)
-    )
-    return [name for name in dict.fromkeys([*CURVES, *found]) if name not in ("lr", "memory_gib")]
+    records = [record for run in runs for record in run.records if record["kind"] not in ("train", "epoch")]
+    found = dict.fromkeys(name for record in records for name, value in record.items() if isinstance(value, float))
+    return [name for name in dict.fromkeys([*CURVES, *found]) if name not in NOT_DRAWN | {"lr", "memory_gib"}]
 
 
 def spread(values: list[float]) -> float:
@@ -190,10 +184,7 @@ def draw_confusion(classes: list[str], counts: list[list[int]], title: str) -> A
 
 def new_figure(width: float, height: float) -> Any:
     """Return an empty figure of a size in inches; UserError without matplotlib."""
-    require_package("matplotlib", PROG)
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
+    return require_package("matplotlib.figure", PROG).Figure(figsize=(width, height), layout="constrained")
 
 
 def plain(text: str) -> str:

@@ -79,7 +79,7 @@ def output_file(*endings: str) -> Callable[[str], Path]:
 
     A file that is there is replaced if its name has one of these endings, as that of an earlier output has: any other
     may be what the tool reads, such as a checkpoint or an image. Without endings the file holds weights, which may have
-    any name but those of a run's own checkpoints; the tool calls `check_inputs`.
+    any name but those of a run's own checkpoints; the tool refuses its own inputs.
     """
 
     def check(text: str) -> Path:
@@ -87,10 +87,13 @@ def output_file(*endings: str) -> Callable[[str], Path]:
         is_there = path.exists()
         if (is_there and not path.is_file()) or not os.access(path.parent, os.W_OK | os.X_OK):
             raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there and can be written to")
-        if not endings and _is_of_a_run(path.name):
-            raise argparse.ArgumentTypeError(f"{text}: a run's own checkpoints have such names; give another one")
-        if not endings and path.suffix == ".safetensors":
-            raise argparse.ArgumentTypeError(f"{text}: it is written as torch.save does; give a name such as a.pth")
+        if not endings:
+            from checkpointing.folder import STATE_FILES  # not above: it imports torch, which some tools do without
+
+            if STATE_FILES.fullmatch(path.name):
+                raise argparse.ArgumentTypeError(f"{text}: a run's own checkpoints have such names; give another one")
+            if path.suffix == ".safetensors":
+                raise argparse.ArgumentTypeError(f"{text}: it is written as torch.save does; give a name such as a.pth")
         if is_there and endings and path.suffix.lower() not in endings:
             raise argparse.ArgumentTypeError(
                 f"{text} is there already, and only files named *{' or *'.join(endings)} are replaced; give another"
@@ -98,18 +101,6 @@ def output_file(*endings: str) -> Callable[[str], Path]:
         return path
 
     return check
-
-
-def _is_of_a_run(name: str) -> bool:
-    from checkpointing.folder import STATE_FILES  # not above: it imports torch, which some tools do without
-
-    return STATE_FILES.fullmatch(name) is not None
-
-
-def check_inputs(output: Path, inputs: Iterable[str | Path]) -> None:
-    """Refuse an output that is one of the files that it is made from."""
-    if output.exists() and any(os.path.exists(path) and os.path.samefile(path, output) for path in inputs):
-        raise UserError(f"--output {output} is one of the files that it is made from; give another one")
 
 
 def write_output(path: Path, content: bytes, option: str = "", verify: Callable[[Path], None] | None = None) -> None:

@@ -111,14 +111,15 @@ def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = Tr
     return args.replaced(distributed=args.world_size > 1)
 
 
-def open_given(options: argparse.Namespace, *, takes_graphs: bool = False) -> Trained:
+def open_given(options: argparse.Namespace, *, is_predicting: bool = False) -> Trained:
     """Return the model that the arguments of `add_options` name, and print how its images are prepared.
 
-    Exported graphs, which compute on the CPU, are opened only for a tool that takes them: a .pt2 is a program.
+    A tool that ranks classes takes no model of several labels an image. Exported graphs, which compute on the CPU, are
+    opened only to predict: a .pt2 is a program.
     """
     path, given = Path(options.checkpoint), {name: getattr(options, name) for name in PREPROCESSING}
     given = {name: value for name, value in given.items() if value is not None}
-    if takes_graphs and path.suffix in (".onnx", ".pt2") and path.is_file():
+    if is_predicting and path.suffix in (".onnx", ".pt2") and path.is_file():
         is_given = {"--ema": options.ema, "--model": options.model, "--device": options.device not in (None, "cpu")}
         if flags := [*filter(is_given.get, is_given), *(BY_NAME[name].flag for name in given)]:
             raise UserError(
@@ -132,16 +133,12 @@ def open_given(options: argparse.Namespace, *, takes_graphs: bool = False) -> Tr
     else:
         trained = open_trained(options.checkpoint, model=options.model, is_average=options.ema, given=given)
     show_preprocessing(trained)
-    return trained
-
-
-def check_one_label(trained: Trained, checkpoint: str) -> None:
-    """Refuse a model of several labels an image, for a tool that ranks classes."""
-    if trained.args.multi_label:
+    if trained.args.multi_label and not is_predicting:
         raise UserError(
-            f"{checkpoint} was trained with --multi-label, which this tool does not know; train.py --test-only "
+            f"{options.checkpoint} was trained with --multi-label, which this tool does not know; train.py --test-only "
             "--resume evaluates it, and scripts.predict gives each class's probability"
         )
+    return trained
 
 
 def show_preprocessing(trained: Trained) -> None:

@@ -239,7 +239,7 @@ def make_step(run: RunState) -> None:
     scaler.step(optimizer)
     scaler.update()
     run.parts["model_ema"].update_parameters(model)
-    run.advance()
+    run.steps += 1
 
 
 def case_checkpoint(bench: Bench, folder: Path, rng: random.Random) -> None:

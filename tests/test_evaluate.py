@@ -266,7 +266,7 @@ class Folders(Source):
 
 
 def image_set(name: str, words: list[str]) -> ImageSet:
-    return ImageSet(name, Folders(words), name)
+    return ImageSet(name, Folders(words))
 
 
 def found(each: ImageSet, names: list[str] | None, num_classes: int, sets=(), *, is_published=False):

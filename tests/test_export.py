@@ -196,13 +196,11 @@ def test_each_form_predicts_as_plain_torchvision(made, tmp_path, form):
 
 
 def test_json_stands_alone_on_standard_output(made, tmp_path):
-    """With the warnings of libraries, and paths that come from standard input."""
+    """With the warnings of libraries."""
     _, out, _, files = made
-    files = files[::-1]
-    paths, stdout = tmp_path / "paths", tmp_path / "stdout"
-    paths.write_text("\n".join(files))
-    argv = [out / f"{MODEL}.pt2", "-", "--json", "--topk", 2]
-    done = run_ranks(module_rank, 1, "scripts.predict", argv, (), paths, stdout, log_folder=tmp_path).check()
+    files, stdout = files[::-1], tmp_path / "stdout"
+    argv = [out / f"{MODEL}.pt2", *files, "--json", "--topk", 2]
+    done = run_ranks(module_rank, 1, "scripts.predict", argv, (), None, stdout, log_folder=tmp_path).check()
     predictions = json.loads(stdout.read_text())["images"]
     assert [each["file"] for each in predictions] == files
     assert [len(each["top"]) for each in predictions] == [2] * len(files)

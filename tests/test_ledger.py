@@ -145,7 +145,7 @@ def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(roo
     with pytest.raises(UserError, match="differ in more than the seed"):
         ledger.write_tables(root)
     committed[0] += "-dirty"
-    with pytest.raises(UserError, match="have changed since its commit"):
+    with pytest.raises(UserError, match="files had changed since the commit"):
         ledger.add_record(other, "dirty", root / "records")
 
 

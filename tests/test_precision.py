@@ -133,7 +133,7 @@ def test_amp_computes_in_its_own_type_and_scales_the_loss_in_float16_only():
 
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_tf32_governs_convolutions_and_matrix_products(is_allowed):
-    models.set_tf32(is_allowed=is_allowed)
+    models.set_up_device(options("--tf32" if is_allowed else "--no-tf32").replaced(distributed=False))
     assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is is_allowed
     assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is is_allowed
 
