@@ -27,6 +27,7 @@ class RangeServer(http.server.ThreadingHTTPServer):
     def __init__(self, folder):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.faults, self.always, self.share = Path(folder), [], None, 0.0
+        self.retry_after = "0"
         self.requests, self.rng, self.lock, self.has_ranges = [], random.Random(0), threading.Lock(), True
         threading.Thread(target=self.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -62,7 +63,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if (fault is not None and fault.isdecimal()) or not path.is_file():
             place = {"Location": "https://elsewhere/x?signature=secret"} if fault == "302" else {}
             status = int(fault) if fault and fault.isdecimal() else 404
-            self.answer(status, b"<html>no</html>", {"Retry-After": "0", **place})
+            self.answer(status, b"<html>no</html>", {"Retry-After": self.server.retry_after, **place})
             return
         content, asked = path.read_bytes(), self.headers.get("Range")
         status, headers = 200, {}
@@ -72,13 +73,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
             content = content[first : last + 1]
         if fault == "wrong":
             content = bytes([content[0] ^ 1]) + content[1:]
-        self.answer(status, content, headers, is_cut=fault == "cut")
+        self.answer(status, content, headers, is_cut=fault == "cut", pause_s=0.05 if fault == "dribble" else 0)
 
-    def answer(self, status, content, headers, *, is_cut=False):
+    def answer(self, status, content, headers, *, is_cut=False, pause_s=0):
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
+        for place in range(100 if pause_s else 0):
+            self.wfile.write(content[place : place + 1])
+            time.sleep(pause_s)
         self.wfile.write(content[: len(content) // 2] if is_cut else content)
         if is_cut:
             self.close_connection = True

@@ -125,6 +125,7 @@ class Numpy(Count):
 def numpys(num_classes):
     return Numpy()
 
+import os
 from pathlib import Path
 from loading.source import Source
 
@@ -142,6 +143,13 @@ class Few(Source):
         return f"{number}.png"
     def read(self, number):
         return b""
+
+class OfRank(Few):
+    def name(self, number):
+        return f"{os.environ['RANK']}/{number}.png"
+
+def of_rank(split):
+    return OfRank(Path(split))
 
 def below(split):
     return Few(Path(split), -1)
@@ -253,6 +261,14 @@ def test_a_resumed_window_of_other_metrics_begins_anew(started, mine, tmp_path):
     outcome = started.go_on(tmp_path, tmp_path / "out", *argv, f"{mine}:twos", "--resume", "auto").check()
     assert "the checkpoint's record is of other metrics" in outcome.output
     assert {record["x"] for record in read_metrics(tmp_path / "out" / "metrics.jsonl")} == {2.0}
+
+
+@pytest.mark.dist
+def test_ranks_that_read_other_images_are_refused(started, mine, tmp_path):
+    argv = ["--data-path", f"{mine}:of_rank", "--global-batch-size", 8, "--batch-size", 4]
+    refused(
+        started.go_on(tmp_path, tmp_path / "out", *argv, world_size=2), "rank 1 reads other images than rank 0: data of"
+    )
 
 
 def test_metrics_may_come_and_go_but_not_change(started, mine, tmp_path):

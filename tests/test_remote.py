@@ -141,6 +141,48 @@ def test_expected_images_are_fetched_once_and_errors_come_with_the_image(server,
     assert ours.read(3) == local_bytes(packed)[3]
 
 
+def test_a_server_that_dribbles_or_asks_for_a_long_wait_is_no_hang(server, packed, tmp_path, monkeypatch):
+    ours = open_pack(server, tmp_path, cache_gib=0, timeout_s=0.5)
+    server.faults, server.retry_after = ["503"], "61"
+    assert ours.read(3) == local_bytes(packed)[3]  # a last try when the time is over
+    server.always = "dribble"
+    with pytest.raises(ImageError, match=r"only \d+ bytes came in 0 s"):
+        ours.read(3)
+
+
+def test_a_cache_that_cannot_be_read_is_passed_over(server, packed, tmp_path, monkeypatch):
+    ours, expected = open_pack(server, tmp_path), local_bytes(packed)[3]
+    assert ours.read(3) == expected
+    monkeypatch.setattr(os, "pread", fails_with(errno.EIO))
+    assert ours.read(3) == expected
+
+
+def fails_with(number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.dist
+def test_a_signal_ends_the_wait_of_an_outage_and_the_run_counts_as_preempted(server, tmp_path):
+    out = tmp_path / "out"
+    argv = [*SMALL_ANYWHERE, "-b", 8, "--data-path", server.url, "--cache-gib", 0, "--cache", tmp_path, "--workers", 1]
+    command = [sys.executable, REPOSITORY / "train.py", *map(str, [*argv, "--output-dir", out])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    end = time.monotonic() + 100
+    while not (out / "status.json").exists() or sum(fault == "503" for _, _, fault in server.requests) < 40:
+        server.always = "503" if any(asked for _, asked, _ in server.requests) else None
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.terminate()
+    output, _ = process.communicate(timeout=100)  # and not the ten minutes of --io-timeout
+    assert process.returncode == 1, output
+    assert "(asked to stop meanwhile); --resume auto goes on" in output
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["requeue"]) == ("preempted", True)
+
+
 def test_an_object_that_changed_and_a_server_without_ranges_are_refused(server, tmp_path):
     ours = open_pack(server, tmp_path)
     with open(server.folder / "train-000000.tar", "ab") as file:
@@ -155,7 +197,7 @@ def test_an_object_that_changed_and_a_server_without_ranges_are_refused(server, 
 @pytest.mark.parametrize(("url", "words"), [
     ("https://me:secret@host/pack", "https://host...: leave user, password and what follows a ? out"),
     ("https://host/pack?sig=secret", "https://host...: leave user"), ("ftp://host/pack", "expected https://, http://"),
-    ("s3://", "and the pack's place"),
+    ("s3://", "and the pack's place"), ("http://host:abc/p", "it is no address"), ("http://a..b/p", "it is no address"),
 ])  # fmt: skip
 def test_an_address_that_cannot_be_is_one_line_without_its_secrets(started, tmp_path, url, words):
     outcome = run_train(tmp_path, *started.argv, "--data-path", url, "--output-dir", tmp_path / "out")
