@@ -114,7 +114,7 @@ def check_options(state: dict, args: Any) -> None:
     free = [name for name in differing if _is_free(name, args)]
     refused = {name: values for name, values in differing.items() if name not in allowed and name not in free}
     if refused:
-        raise UserError(_refusal(args, refused))
+        raise _refusal(args, refused)
 
     shown = {name: _difference(name, *values) for name, values in differing.items()}
     _print_joined("changed as --allow-change says: ", [text for name, text in shown.items() if name in allowed])
@@ -260,18 +260,21 @@ def _is_free(name: str, args: Any) -> bool:
     return name in BY_NAME and BY_NAME[name].resume in (FREE, SILENT)
 
 
-def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> str:
-    """Return one line with all refused differences and the remedies."""
-    parts = [_difference(name, *values) for name, values in differing.items()]
+def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
+    """Return the error with all refused differences and the remedies: a line, or a line each if they are many."""
     fixed = [name for name in differing if name in BY_NAME and BY_NAME[name].why_fixed]
-    if fixed:
-        parts.append(f"{_dashed(fixed).replace(',', ', ')} cannot be changed: give the checkpoint's")
     changeable = [name for name in differing if name not in fixed]
+    parts = [_difference(name, *differing[name]) for name in fixed + changeable]
+    if fixed:
+        parts.insert(len(fixed), f"{_dashed(fixed).replace(',', ', ')} cannot be changed: give the checkpoint's")
     if changeable:
         parts.append(
             f"these change the numbers of the run; to continue anyway, give --allow-change {_dashed(changeable)}"
         )
-    return f"cannot resume (--resume {args.resume}): {'; '.join(parts)}"
+    begin, has_lines = f"cannot resume (--resume {args.resume}):", len(differing) > 3
+    error = UserError("\n  ".join([begin, *parts]) if has_lines else f"{begin} {'; '.join(parts)}")
+    error.has_lines = has_lines
+    return error
 
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:

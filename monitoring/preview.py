@@ -12,9 +12,9 @@ from checkpointing.published import read_weights, take_published_options
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError
-from loading.forms import find_sources, open_split
+from loading.forms import open_split
 from loading.remote import is_remote
-from loading.source import minival_numbers
+from loading.source import list_folder, minival_numbers
 from options import split_custom
 from sampler import VirtualShards
 
@@ -90,8 +90,8 @@ def count_images(args: Any) -> tuple[int, int, str]:
     traindir = Path(config.split_dirs(args)[0])
     num_images, num_classes, num_held = IMAGENET_IMAGES, IMAGENET_CLASSES, round(IMAGENET_IMAGES * (args.minival or 0))
     is_folder = not (is_remote(args.data_path) or split_custom(args.data_path or ""))
-    if args.data_path is None or (is_folder and not find_sources(traindir)):
-        where = f"no data in {traindir}" if args.data_path else "no --data-path"
+    if args.data_path is None or (is_folder and not list_folder(Path(args.data_path))):
+        where = f"no data in {args.data_path}" if args.data_path else "no --data-path"
         about = f"{where}: assuming {num_images:,} images of 1,000 classes"
     else:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe

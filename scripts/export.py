@@ -161,9 +161,11 @@ def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
     args = trained.args
     preprocessing = {key: getattr(args, option) for key, option in OPTIONS.items()}
     preprocessing |= {"backend": args.backend or "pil", "origin": trained.origin}
+    weights = args.weights or ""  # a file's folders are nobody's business
+    initial = (weights if weights.startswith("hf-hub:") else Path(weights).name) or None
     description = {
         "schema": FORMAT, "model": args.model, "weights": trained.kind.partition(",")[0], "sha256": sha256,
-        "initial_weights": args.weights, "num_classes": num_classes, "classes": trained.classes,
+        "initial_weights": initial, "num_classes": num_classes, "classes": trained.classes,
         "preprocessing": preprocessing,
     }  # fmt: skip
     return checked(description, "the checkpoint")

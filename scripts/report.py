@@ -313,7 +313,9 @@ def describe_result(run: LoggedRun) -> str:
         rows.append([f"{name}, last", f"{last:.3f} {unit}, after step {last_step}".replace(" ,", ",")])
         if (own := run.options.get("best-metric")) not in CURVES and (points := run.points(kind, own)):
             step, last = list(points.items())[-1]
-            rows.append([f"{own}, {kinds_in([run])[kind]}, last", f"{last:.4g}, after step {step}"])
+            rows.append(
+                [f"{own}, which chooses best.pth, {kinds_in([run])[kind]}, last", f"{last:.4g}, after step {step}"]
+            )
     rates = run.points("train", "images_per_s").values()
     rows.append(["state", " ".join(str(status.get(name, "")) for name in ("state", "reason"))])
     rows.append(["time", run.took])

@@ -35,7 +35,8 @@ OPTIONS = {
 
 # The fields that are text already; files that can hold only text have the others as JSON.
 _TEXTS = ("schema", "model", "weights", "sha256")
-_FIELDS = (*_TEXTS, "initial_weights", "num_classes", "classes", "preprocessing")
+_JSON = ("initial_weights", "num_classes", "classes", "preprocessing")
+_FIELDS = (*_TEXTS, *_JSON)
 
 # The file in a program's archive that holds its description.
 EXTRA_FILE = "touchstone.json"
@@ -202,7 +203,8 @@ def build_trained(source: str, weights: Weights, model: str | None, given: Mappi
 
 def packed(description: dict[str, Any]) -> dict[str, str]:
     """Return a description as strings, which the metadata of safetensors, ONNX and .pt2 files can hold."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in description.items()}
+    return {key: json.dumps(value) if key in _JSON or not isinstance(value, str) else value
+            for key, value in description.items()}  # fmt: skip
 
 
 def _unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:

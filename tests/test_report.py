@@ -104,7 +104,10 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
 def test_the_result_is_by_the_metric_that_chose_the_best(tmp_path):
     run = write_run(tmp_path / "run")
     records = (run / "metrics.jsonl").read_text().replace('"val"', '"minival"')
-    for name, shown in (("map", "mean average precision, minival, best"), ("brier", "brier, minival, last")):
+    for name, shown in (
+        ("map", "mean average precision, minival, best"),
+        ("brier", "brier, which chooses best.pth, minival, last"),
+    ):
         (run / "metrics.jsonl").write_text(records.replace('"acc1"', f'"map": 3.0, "{name}"'))
         (run / "recipe.toml").write_text(f'title = "t"\n[optimization]\nbest-metric = "{name}"\n')
         rows = Cells(write_report([run]).read_text()).rows
