@@ -184,6 +184,7 @@ def draw_confusion(classes: list[str], counts: list[list[int]], title: str) -> A
 
 def new_figure(width: float, height: float) -> Any:
     """Return an empty figure of a size in inches; UserError without matplotlib."""
+    require_package("matplotlib", PROG)
     return require_package("matplotlib.figure", PROG).Figure(figsize=(width, height), layout="constrained")
 
 
