@@ -135,7 +135,7 @@ class Option:
             group.add_argument(self.flag, action=argparse.BooleanOptionalAction, **settings)
             return
         given = {"choices": self.choices, "nargs": self.nargs, "const": self.const, "metavar": self.metavar}
-        given["action"] = "extend" if self.type is str and self.nargs in ("*", "+") else None  # a second adds its names
+        given["action"] = "extend" if self.type is str and self.nargs in ("*", "+") else None
         given = {name: value for name, value in given.items() if value is not None}
         group.add_argument(*self.aliases, self.flag, dest=self.dest, type=self.type, **settings, **given)
 
@@ -233,18 +233,17 @@ OPTIONS = {
                     "records and curves bear their names; val/ alone chooses best.pth"),
         Option("--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800, at_least=1, at_most=1 << 40,
                resume="a position is counted in steps of its images",
-               help="train on this many made-up images (12800 if no number is given) of 1000 classes; needs no data"),
+               help="train on this many made-up images (12800 if no number is given) of 1000 classes"),
         Option("--cache", metavar="DIR", resume=FREE, recipe=NEVER,
-               help="folder on a local disk for images of a --data-path that is an address; nothing in it is evicted "
-                    "(default: touchstone in the user's cache)"),
+               help="folder for images of a --data-path that is an address (default: touchstone in the user's cache)"),
         Option("--cache-gib", metavar="GIB", type=float, at_least=0, at_most=1e9, resume=FREE, recipe=NEVER,
-               help="most that --cache keeps of a split; 0 = nothing (default: what the disk has, less a tenth)"),
+               help="most that --cache keeps of a split (default: what the disk has, less a tenth)"),
         Option("--io-timeout", metavar="MIN", default=10.0, above=0, at_most=1e6, resume=FREE, recipe=NEVER,
-               help="minutes for which a failing request to a --data-path that is an address is tried again"),
+               help="how long a failing request is tried again"),
         Option("--workers", aliases=["-j"], type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
                help="loader processes for each training process (default: its share of the cores, up to 16)"),
         Option("--cache-dataset", default=False, resume=FREE,
-               help="no effect, accepted for torchvision's commands: the index of the images is always cached"),
+               help="no effect, accepted for torchvision's commands: the index is always cached"),
         Option("--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
                help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
                     "torchvision's tensor resize (default: a faster way, mostly within one grey level of pil)"),
@@ -601,8 +600,8 @@ class HelpOnWord(argparse.Action):
         """Print the help, and exit."""
         if word:
             found = [action for action in parser._actions if word in f"{action.option_strings} {action.help}".lower()]
-            rows = (Path(__file__).parent / "docs" / "other-scripts.md").read_text().splitlines()
-            rows = [row for row in rows if row.startswith("| `") and word in row.split("|")[1].lower()]
+            page = (Path(__file__).parent / "docs" / "other-scripts.md").read_text()
+            rows = [row for row in page.splitlines() if row.startswith("| `") and word in row.split("|")[1].lower()]
             if not found and not rows:
                 raise UserError(f"--help {word}: no option speaks of it")
             formatter = parser.formatter_class(parser.prog)

@@ -43,8 +43,8 @@ _SLOWEST = 10_000
 # Bytes of a part of an upload, and the seconds within which a request to object storage has to be done.
 _CHUNK_BYTES, _TRANSFER_S = 8 << 20, 600.0
 
-# Images that a process fetches at once, which hides the time that each takes on its way.
-_AT_ONCE = 32
+# Images that a process fetches at once: at 50 ms each, 64 are 1,280 a second, more than it decodes.
+_AT_ONCE = 64
 
 # The default cache leaves this share of the disk free.
 _FREE_SHARE = 0.1
