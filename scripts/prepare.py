@@ -373,8 +373,8 @@ def prepare(options: argparse.Namespace) -> None:
     print(one_line(f"or, to load faster, python -m scripts.pack --data-path {folder} {packed} --short-side 256"))
 
 
-def main() -> None:
-    """Run the command line."""
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of this tool's options."""
     description = "Turn ImageNet as it is downloaded into class folders."
     parser = build_parser(PROG, "SOURCE [SOURCE ...] OUT [options]", description, EPILOG)
     parser.add_argument(
@@ -385,7 +385,12 @@ def main() -> None:
         "--splits", nargs="+", choices=["train", "val"], help="splits to write (default: those in the sources)"
     )
     parser.add_argument("--skip-md5", action="store_true", help="do not compare the official archives with their MD5")
-    run(PROG, lambda: prepare(parser.parse_args()), "interrupted; the same command continues it")
+    return parser
+
+
+def main() -> None:
+    """Run the command line."""
+    run(PROG, lambda: prepare(get_args_parser().parse_args()), "interrupted; the same command continues it")
 
 
 if __name__ == "__main__":
