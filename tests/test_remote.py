@@ -343,7 +343,7 @@ needs_seaweed = pytest.mark.skipif(
 @needs_nginx
 def test_nginx_over_tls_with_a_certificate_of_ones_own(packed, tmp_path, monkeypatch):
     with nginx(packed, tmp_path) as (url, certificate):
-        with pytest.raises(UserError, match="SSL_CERT_FILE names other ones"):
+        with pytest.raises(UserError, match="SSL_CERT_FILE=FILE trusts those in it"):
             remote.RemotePack(url, "train", str(tmp_path / "cache"), timeout_s=0.3)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         ours = remote.RemotePack(url, "train", str(tmp_path / "cache"), 0.0)
