@@ -124,7 +124,9 @@ class HttpStore:
             content = _read_body(response) if is_wanted else b""
             self._local.connection = self._local.connection if is_wanted else None
         except ssl.SSLCertVerificationError as error:
-            raise UserError(f"{self.url.geturl()}: {error.verify_message}; SSL_CERT_FILE=FILE trusts those in it") from error
+            raise UserError(
+                f"{self.url.geturl()}: {error.verify_message}; SSL_CERT_FILE=FILE trusts those in it"
+            ) from error
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
             self._local.connection = None
             raise _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
