@@ -116,6 +116,7 @@ class HttpStore:
             UserError: it will never succeed: no such file, no right to read it, or a server without ranged reads.
             _PassingError: it may succeed later.
         """
+        where = f"{self.url.geturl()}/{name}"
         headers = {} if size is None else {"Range": f"bytes={start}-{start + size - 1}"}
         try:
             path = f"{urllib.parse.quote(self.url.path, safe='/%')}/{urllib.parse.quote(name)}"
@@ -124,13 +125,10 @@ class HttpStore:
             content = _read_body(response) if is_wanted else b""
             self._local.connection = self._local.connection if is_wanted else None
         except ssl.SSLCertVerificationError as error:
-            raise UserError(
-                f"{self.url.geturl()}: {error.verify_message}; SSL_CERT_FILE=FILE trusts those in it"
-            ) from error
+            raise UserError(f"{where}: {error.verify_message}; SSL_CERT_FILE=FILE trusts those in it") from error
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
             self._local.connection = None
             raise _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        where = f"{self.url.geturl()}/{name}"
         if response.status == 206 and size is not None:
             whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
             return content, int(whole) if whole.isdecimal() else None
