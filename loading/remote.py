@@ -129,11 +129,11 @@ class HttpStore:
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
             self._local.connection = None
             raise _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        if response.status == 206 and size is not None:
+        if is_wanted and size is None:
+            return content, len(content)
+        if is_wanted:
             whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
             return content, int(whole) if whole.isdecimal() else None
-        if response.status == 200 and size is None:
-            return content, len(content)
         if response.status == 200:
             raise UserError(
                 f"{where}: the server sends whole files where a range is asked for; use one that has ranges"
@@ -307,11 +307,7 @@ def read_whole(store: HttpStore | ObjectStore, name: str) -> bytes:
 
 
 def in_child(work: Callable[[], bytes]) -> bytes:
-    """Return the result of `work` in a forked process, unless this one has a client already, whose threads forbid it.
-
-    Raises:
-        UserError, _PassingError: as `work`.
-    """
+    """Return the result of `work`, by a forked process unless a client's threads forbid one; errors as of `work`."""
     if ObjectStore.client_pid == os.getpid():
         return work()
     reader, writer = os.pipe()
@@ -384,19 +380,21 @@ class Cache:
 
     def write(self, number: int, content: bytes) -> None:
         """Keep an image's bytes, which must be checked; a disk that fails keeps no more, and says so once."""
-        if number < self.num_kept and not self.is_full:
-            try:
-                disk = os.fstatvfs(self._data)
-                self.is_full = disk.f_bavail < self.leaves_free * disk.f_blocks
-                view, offset = memoryview(content), int(self.offsets[number])
-                while view and not self.is_full:
-                    done = os.pwrite(self._data, view, offset)
-                    view, offset = view[done:], offset + done
-                if not self.is_full:
-                    os.pwrite(self._there, b"\1", number)
-            except OSError as error:
-                self.is_full = True
-                print(f"--cache {self.folder}: {error.strerror}; nothing more is kept", file=sys.stderr, flush=True)
+        if number >= self.num_kept or self.is_full:
+            return
+        try:
+            disk = os.fstatvfs(self._data)
+            self.is_full = disk.f_bavail < self.leaves_free * disk.f_blocks
+            if self.is_full:
+                return
+            view, offset = memoryview(content), int(self.offsets[number])
+            while view:
+                done = os.pwrite(self._data, view, offset)
+                view, offset = view[done:], offset + done
+            os.pwrite(self._there, b"\1", number)
+        except OSError as error:
+            self.is_full = True
+            print(f"--cache {self.folder}: {error.strerror}; nothing more is kept", file=sys.stderr, flush=True)
 
     def forget(self, number: int) -> None:
         """Forget an image whose bytes are wrong."""

@@ -28,7 +28,7 @@ from loading.forms import check_source, find_sources, open_source
 from loading.index import encode, with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
-from loading.remote import encode_index, in_child, index_name, open_store, with_patience
+from loading.remote import encode_index, in_child, index_name, open_store, read_whole, with_patience
 from loading.source import Source
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, parse_manifest
 from scripts.tool import (
@@ -242,7 +242,7 @@ class Bucket:
 
     def read(self, file: str) -> bytes:
         """Return the content of an object."""
-        return self._patiently(lambda: in_child(lambda: self.store.read(file)[0]), file)
+        return self._patiently(partial(read_whole, self.store, file), file)
 
     def write(self, file: str, content: bytes, _: str | None = None) -> None:
         """Write an object, whole or not at all; whoever reads it compares CRC-32."""
