@@ -208,6 +208,17 @@ def find_optimizer(args: Any) -> OptimizerEntry:
     return OptimizerEntry(build, tuple(option for option, is_taken in takes.items() if is_taken))
 
 
+def zero_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Start SGD's momentum at zero, which changes no number of its first step.
+
+    torch's fused SGD allocates it without a value in the first step, even if that step overflows float16 and is
+    skipped: the next one then adds whatever was in that memory (torch 2.11 to 2.14, seen on an H200).
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     """Return the optimizer of `--opt`, with torchvision's constants; UserError if options or loop do not fit it."""
     if not parameters:
@@ -228,6 +239,8 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     # Bad options, a missing package or a missing GPU:
     with in_one_line(f"--opt {args.opt} cannot be built with these options on this machine"):
         optimizer = entry.kind(parameters, **entry.constants | options)
+    if entry.moments and options.get("fused"):
+        zero_momentum(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"--opt {args.opt} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
     if getattr(optimizer, "is_second_order", False):
