@@ -1,0 +1,471 @@
+"""Every promise at every door: DOORS go down, PROMISES across.
+
+A cell is kept by `test_a_door_keeps_its_promises`, which walks through all doors alike, or `elsewhere` names the test
+that holds it, or the reason why there is none.
+"""
+
+import ast
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import config
+import data
+import train
+from tests.archives import tar_of
+from tests.endings import Ending
+from tests.exports import run_tool
+from tests.images import class_tars, files_of, pack, run_pack, write_images
+from tests.ranks import REPOSITORY, run_ranks, train_rank
+from tests.servers import RangeServer
+from tests.started import SMALL, refused, run_train
+from tests.tiny import Tiny
+
+PROMISES = {
+    "labels": "each image has its class, by its colour; each is read once, by its SHA-256",
+    "processes": "1 and 2 processes end in the same bits: checkpoints, records, curves, status, recipe",
+    "kill": "so do runs that were killed and resumed",
+    "change": "what changes numbers is refused by its name when it has changed between two starts",
+    "agree": "training, --test-only and scripts.evaluate give one result",
+    "bad": "bad input is one line with exit code 2",
+    "inside": "nothing outside of the output folder is written to",
+}
+COUNTS = {"train": [7, 7, 6], "val": [3, 2, 2]}
+START = """
+    --batch-size 4 --global-batch-size 8 --epochs 2 --print-freq 1 --checkpoint-steps 1 --lr 0.05
+    --use-deterministic-algorithms
+"""
+
+OWN = '''
+import torch
+from torch import nn
+from metrics import Curve, Metric
+from loading.source import Source
+from tests.tiny import Tiny
+from torchvision.datasets import ImageFolder
+from pathlib import Path
+import helper
+
+def model(num_classes):
+    return Tiny(num_classes, drop_rate=0.2)
+
+class Noisy(torch.optim.SGD):
+    """Draws in each step, and keeps a state."""
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(torch.randn_like(p), alpha=helper.NOISE)
+
+def noisy(parameters, lr, weight_decay, momentum):
+    return Noisy(parameters, lr, momentum, weight_decay=weight_decay, foreach=True)
+
+class Centred(nn.Module):
+    """Keeps the mean of the scores so far, and subtracts it."""
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+    def forward(self, output, target):
+        with torch.no_grad():
+            self.mean.lerp_(output.mean(), 0.5)
+        return nn.functional.cross_entropy(output * (1 + self.mean), target)
+
+def centred():
+    return Centred()
+
+def drawn():
+    return lambda output, target: nn.functional.cross_entropy(output + torch.rand_like(output), target)
+
+class Sure(Metric):
+    curves = {"sure": Curve(title="sure of it")}
+    def batch_sums(self, output, target, index):
+        return [(output.softmax(1).max(1).values > 0.4).sum()]
+    def compute(self, sums, count):
+        return {"sure": 100 * sums[0] / count}
+
+def sure(num_classes):
+    return Sure()
+
+def falling(epoch, epochs):
+    return 1 / (1 + epoch)
+
+def turned():
+    return lambda image: image.rotate(90 * int(torch.randint(4, ())))
+
+class Folder(Source):
+    form = "own"
+    def __init__(self, split):
+        super().__init__(Path(__file__).with_name("data") / split)
+        self.images = ImageFolder(self.root)
+        self.classes = self.images.classes
+    def __len__(self):
+        return len(self.images)
+    def label(self, number):
+        return self.images.targets[number]
+    def name(self, number):
+        return self.images.samples[number][0]
+    def read(self, number):
+        return Path(self.images.samples[number][0]).read_bytes()
+
+def folder(split):
+    return Folder(split)
+'''
+
+
+# How the images of class folders are written in each form, by a split; all are oracles' own: plain tarfile, csv, json.
+
+
+def by_tars(images, there, split):
+    class_tars(images, there / split)
+
+
+def by_shards(images, there, split):
+    files = list(files_of(images).items())
+    for number in range(2):
+        pack(there / f"{split}-{number:06d}.tar", dict(files[number::2]), f"{split}/")
+
+
+def by_samples(ending, prefix):
+    def write(images, there, split):
+        there.mkdir(exist_ok=True)
+        members = {}
+        for number, (name, path) in enumerate(sorted(files_of(images).items(), key=lambda item: item[0][-6:])):
+            label = name.split("/")[0]
+            text = label if ending == "cls" else json.dumps({"label": label})
+            key = f"{prefix}{number:05d}"
+            members |= {f"{key}.jpg": path.read_bytes(), f"{key}.{ending}": text.encode()}
+        (there / f"{split}-000000.tar").write_bytes(tar_of(members))
+
+    return write
+
+
+def by_list(ending, is_one=False):
+    def write(images, there, split):
+        there.mkdir(exist_ok=True)
+        shutil.copytree(images, there / "photos" / split)
+        mark = "\t" if ending == "tsv" else ","
+        path = there / (f"images.{ending}" if is_one else f"{split}.{ending}")
+        rows = [(f"photos/{split}/{name}", name.split("/")[0]) for name in files_of(images)]
+        head = "" if path.exists() else mark.join(["path", "label", *["split"] * is_one]) + "\n"
+        if ending == "jsonl":
+            text = "".join(json.dumps({"path": name, "label": label}) + "\n" for name, label in rows)
+        else:
+            text = head + "".join(mark.join([*row, *[split] * is_one]) + "\n" for row in rows)
+        with path.open("a") as file:
+            file.write(text)
+
+    return write
+
+
+def by_pack(images, there, split):
+    if split == "val":  # the last one
+        run_pack(there.parent, "--data-path", images.parent, there, "--short-side", 64, "--workers", 1).check()
+
+
+def by_folders(images, there, split):
+    shutil.copytree(images, there / split)
+
+
+def of_several_labels(images, there, split):
+    by_list("jsonl")(images, there, split)
+    path = there / f"{split}.jsonl"
+    path.write_text(re.sub('"label": "(class[12])"', r'"label": ["\1", "class0"]', path.read_text()))
+
+
+# What changes between two starts: functions of a walk that return options to add.
+
+
+def again(walk):
+    """Write the same images, one of them in another class."""
+    other = walk.folder / "logs" / "images"
+    shutil.copytree(walk.images, other)
+    (other / "train" / "class1" / "image005.jpg").rename(other / "train" / "class2" / "z.jpg")
+    shutil.rmtree(walk.folder / "data")
+    for split in COUNTS:
+        walk.door.write(other / split, walk.folder / "data", split)
+    return ""
+
+
+def edited(name):
+    def change(walk):
+        with (walk.folder / name).open("a") as file:
+            file.write("\n# another line\n")
+        return ""
+
+    return change
+
+
+def moved(walk):
+    (walk.folder / "more" / "val" / "class1" / "image000.jpg").rename(walk.folder / "more" / "val" / "class2" / "z.jpg")
+    return ""
+
+
+def option(words):
+    return lambda walk: words
+
+
+class Door(NamedTuple):
+    """A way in: options, in which {} is a folder of its own; how its images are written; a change; bad input."""
+
+    options: str = ""
+    write: Callable = by_folders
+    change: tuple[Callable, str] | None = None  # and words of the refusal
+    bad: tuple[str, str] | None = None  # options, and words of the refusal
+    path: str = "{}/data"
+    prepare: Callable | None = None
+    elsewhere: dict[str, str] = {}  # noqa: RUF012
+
+
+NOT_READ = "tools read folders, lists, tars and packs alone"
+SAVED = "a saved run holds its own weights, and does not read the file again"
+
+
+def own(name, function, bad, **more):
+    """Return a door of code of one's own, whose file and a module that it imports may change."""
+    return Door(f"--{name} {{}}/mine.py:{function}", change=(edited("helper.py"), f"--{name}"), bad=bad, **more)
+
+
+def taught(there):
+    words = ["--data-path", there / "data", *SMALL, "--batch-size", 4, "--epochs", 1, "--output-dir"]
+    for seed, name in enumerate(("teacher", "other")):
+        run_train(there, *words, there / name, "--seed", seed).check()
+
+
+def more_images(there):
+    write_images(there / "more", {"val": [2, 2, 2]}, size=(32, 40))
+
+
+def weights_of(write):
+    def prepare(there):
+        torch.manual_seed(5)
+        write(dict(Tiny(3).state_dict()), there / "w.pth")
+
+    return prepare
+
+
+def as_examples(state, path):
+    state = {f"module.{name}": value for name, value in state.items()}
+    torch.save({"epoch": 3, "arch": "resnet18", "state_dict": state, "best_acc1": torch.tensor(1.0)}, path)
+
+
+def as_timms(state, path):
+    torch.save({"epoch": 3, "arch": "tiny_test", "state_dict": state, "version": 2, "optimizer": {}}, path)
+
+
+def weights(write):
+    bad = "--weights {}/other.pth", "other.pth"
+    return Door("--weights {}/w.pth", prepare=weights_of(write), bad=bad, elsewhere={"change": SAVED})
+
+
+DOORS = {
+    "class folders": Door(change=(again, "data of"), bad=("--data-path {}/nowhere", "nowhere")),
+    "class tars": Door(write=by_tars, change=(again, "data of"), bad=("--data-path {}/data/train", "val")),
+    "shards of ours": Door(
+        write=by_shards, change=(again, "data of"), bad=("--multi-label --bce-loss", "--multi-label"),
+    ),
+    "WebDataset, .cls": Door(
+        write=by_samples("cls", ""), change=(again, "data of"),
+        elsewhere={"bad": "test_samples.py::test_bad_labels_are_one_line_that_names_shard_and_member"},
+    ),
+    "WebDataset, .json in a folder": Door(
+        write=by_samples("json", "photos/"), change=(again, "data of"),
+        elsewhere={"bad": "test_samples.py::test_bad_labels_are_one_line_that_names_shard_and_member"},
+    ),
+    **{
+        f"list, .{ending}": Door(
+            write=by_list(ending), change=(again, "data of"),
+            elsewhere={"bad": "test_lists.py::test_a_list_that_cannot_be_used_is_named_with_its_line"},
+        )
+        for ending in ("csv", "tsv", "jsonl")
+    },
+    "list with a column split": Door(
+        write=by_list("csv", is_one=True), change=(again, "data of"),
+        elsewhere={"bad": "test_lists.py::test_a_list_of_all_splits_says_of_which_each_image_is"},
+    ),
+    "pack": Door(write=by_pack, change=(again, "data of"), bad=("--data-path {}/data/train", "val")),
+    "pack over HTTP, cold and warm": Door(
+        "--cache {}/cache", by_pack, path="URL", change=(again, "data of"),
+        bad=("--data-path URL/nowhere", "there is no such object"),
+    ),
+    "several labels": Door(
+        "--multi-label --bce-loss", of_several_labels, change=(again, "data of"),
+        bad=("--label-smoothing 0.1", "--label-smoothing"),
+        elsewhere={
+            "labels": "test_multi_label.py::test_batches_hold_zeros_and_ones_as_the_list_says",
+            "agree": "scripts.evaluate refuses it; test_multi_label.py::test_predictions_are_of_each_class_by_itself",
+        },
+    ),
+    "class weights": Door(
+        "--class-weights balanced", change=(option("--class-weights {}/w.csv"), "class-weights"),
+        bad=("--class-weights {}/none.csv", "no such file"),
+    ),
+    "balanced sampler": Door(
+        "--balanced-sampler", change=(option("--no-balanced-sampler"), "balanced-sampler"),
+        bad=("--ra-sampler", "--ra-sampler"),
+    ),
+    "channels": Door("--in-chans 1", change=(option("--in-chans 4"), "in-chans"), bad=("--in-chans 2", "--in-chans")),
+    "more sets": Door(
+        "--eval-data more={}/more/val", prepare=more_images, change=(moved, "data of more"),
+        bad=("--eval-data x={}/none", "none"),
+    ),
+    "part of train held out": Door(
+        "--minival 0.1", change=(option("--minival 0.5"), "minival"), bad=("--minival 2", "--minival"),
+    ),
+    "teacher": Door(
+        "--teacher {}/teacher/best.pth", prepare=taught, change=(option("--teacher {}/other/best.pth"), "teacher"),
+        bad=("--teacher {}/none.pth", "none.pth"),
+    ),
+    "average": Door(
+        "--model-ema --model-ema-steps 1", change=(option("--model-ema-decay 0.5"), "model-ema-decay"),
+        bad=("--model-ema-decay 2", "--model-ema-decay"),
+    ),
+    "own data set": own(
+        "data-path", "folder", ("--data-path {}/mine.py:falling", "falling"), elsewhere={"agree": NOT_READ},
+    ),
+    "own model": own("model", "model", ("--model {}/mine.py:modell", "model"), elsewhere={"agree": NOT_READ}),
+    "own optimizer with state and draws": own("opt", "noisy", ("--opt {}/mine.py:noise", "noisy")),
+    "own loss with state": own("criterion", "centred", ("--criterion {}/mine.py:falling", "falling")),
+    "own loss with draws": own("criterion", "drawn", ("--criterion {}/mine.py:sure", "sure")),
+    "own metric": own("metrics", "sure", ("--metrics {}/mine.py:falling", "falling")),
+    "own schedule": own("lr-scheduler", "falling", ("--lr-scheduler {}/mine.py:sure", "sure")),
+    "own augmentation with draws": own("auto-augment", "turned", ("--auto-augment {}/mine.py:sure", "sure")),
+    "weights of this project": Door(
+        "--weights {}/teacher/best.pth", prepare=taught, bad=("--weights {}/none.pth", "none.pth"),
+        elsewhere={"change": SAVED},
+    ),
+    "weights by name": Door(elsewhere=dict.fromkeys(PROMISES, "a download; test_models.py, test_preprocessing.py")),
+    "weights, torchvision's": weights(lambda state, path: torch.save({"model": state, "epoch": 1}, path)),
+    "weights, pytorch/examples": weights(as_examples),
+    "weights, timm's": weights(as_timms),
+    "weights, safetensors": Door(
+        "--weights {}/w.safetensors",
+        prepare=weights_of(lambda state, path: save_file(state, path.with_suffix(".safetensors"))),
+        bad=("--weights {}/mine.py", "mine.py"), elsewhere={"change": SAVED},
+    ),
+}  # fmt: skip
+
+
+class Walk:
+    """One door in a folder of its own."""
+
+    def __init__(self, door, folder, images):
+        self.door, self.folder, self.images = door, folder, images
+        for split in COUNTS:
+            door.write(images / split, folder / "data", split)
+        (folder / "mine.py").write_text(OWN)
+        (folder / "helper.py").write_text("NOISE = 0.01\n")
+        (folder / "w.csv").write_text("class,weight\nclass0,1\nclass1,2\nclass2,3\n")
+        (folder / "logs").mkdir()
+        if door.prepare:
+            door.prepare(folder)
+        self.server = RangeServer(folder / "data") if door.path == "URL" else None
+
+    def argv(self, *more):
+        """Return the command line, without the output folder."""
+        path = [] if "--data-path" in self.door.options else ["--data-path", self.door.path]
+        words = [*SMALL, *START.split(), *path, *self.door.options.split(), *map(str, more)]
+        url = self.server.url if self.server else ""
+        return [word.replace("{}", str(self.folder)).replace("URL", url) for word in words]
+
+    def train(self, out, *more, world_size=1, faults=()):
+        argv = self.argv("--output-dir", self.folder / out, *more)
+        return run_ranks(train_rank, world_size, argv, list(faults), log_folder=self.folder / "logs")
+
+    def inputs(self):
+        """Return all that a run may not write to, with its content's hash and its time."""
+        kept = ("out-", "logs", "cache", "stdout")
+        return {
+            str(path): (path.stat().st_mtime_ns, sha256(path.read_bytes()).hexdigest())
+            for path in self.folder.rglob("*")
+            if path.is_file()
+            and not path.relative_to(self.folder).parts[0].startswith(kept)
+            and not path.name.startswith(".touchstone-index")  # the cache of the index, which the pages tell of
+        }
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("colours"), COUNTS)
+
+
+@pytest.mark.parametrize("name", [name for name, door in DOORS.items() if len(door.elsewhere) < len(PROMISES)])
+def test_a_door_keeps_its_promises(name, images, tmp_path):
+    door = DOORS[name]
+    walk, here = Walk(door, tmp_path, images), [promise for promise in PROMISES if promise not in door.elsewhere]
+    before = walk.inputs()
+    whole = walk.train("out-whole").check()
+    if "labels" in here:
+        check_labels(walk, images)
+    kill = [(rank, "run.Run.end_step", 3, "after") for rank in (0, 1)]
+    assert -9 in walk.train("out-killed", world_size=2, faults=kill).codes
+    shutil.copytree(tmp_path / "out-killed", tmp_path / "out-changed", symlinks=True)
+    walk.train("out-killed", "--resume", "auto").check()
+    assert Ending(tmp_path / "out-killed").differences(Ending(tmp_path / "out-whole")) == []
+    if "agree" in here:
+        check_agreement(walk, whole.output)
+    assert walk.inputs() == before
+    if "bad" in here:
+        options, words = door.bad
+        refused(walk.train("out-bad", *options.split()), *words.split("|"))
+    if "change" in here:
+        change, words = door.change
+        refused(walk.train("out-changed", *change(walk).split(), "--resume", "auto"), words)
+    if walk.server:
+        walk.server.shutdown()
+
+
+def check_labels(walk, images):
+    """The colour of an image is that of its class, and the images are those of the class folders, each once."""
+    args, _ = train.resolve(config.parse_args(walk.argv()))
+    for split, dataset in zip(COUNTS, data.build_datasets(*config.split_dirs(args), args), strict=True):
+        found = [dataset.index.read(number) for number in range(len(dataset))]
+        if walk.door.write is by_pack:
+            assert len(found) == sum(COUNTS[split])  # which shrinks its images
+        elif "--minival" not in walk.door.options:
+            files = [path.read_bytes() for path in (images / split).rglob("*.jpg")]
+            assert sorted(sha256(each).hexdigest() for each in found) == sorted(
+                sha256(each).hexdigest() for each in files
+            )
+        for number, content in enumerate(found):
+            colour = numpy.asarray(Image.open(io.BytesIO(content))).mean(axis=(0, 1)).argmax()
+            assert dataset.classes[dataset.index.label(number)] == f"class{colour}"
+
+
+def check_agreement(walk, output):
+    """The last evaluation of the run, an evaluation on two processes, and scripts.evaluate's."""
+    lines = [each for each in output.splitlines() if re.match("Test: .* n=[37]$", each)]
+    lines = lines[len(lines) // 2 :]  # of the last epoch
+    checkpoint = walk.folder / "out-whole" / "checkpoint.pth"
+    words = ["--test-only", "--resume", checkpoint, "--output-dir", walk.folder / "out-test"]
+    found = walk.train("out-test", *words, world_size=2).check().output
+    assert [line for line in lines if line not in found] == []
+    if "Acc@1" in lines[0] and walk.door.path != "URL" and not walk.door.options.startswith("--minival"):
+        where = f"val={walk.folder / 'data' / 'val'}"
+        file = walk.folder / "logs" / "e.json"
+        run_tool(file.parent, "evaluate", checkpoint, "--set", where, "--device", "cpu", "--json", file)
+        found = json.loads(file.read_text())
+        assert f"{found['sets']['val']['acc1']:.3f}" in lines[0]
+
+
+def test_every_cell_has_a_test_that_is_there_or_a_reason():
+    known = {}
+    for path in (REPOSITORY / "tests").glob("test_*.py"):
+        tree = ast.parse(path.read_text())
+        known[path.name] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for door in DOORS.values():
+        assert door.elsewhere.keys() <= PROMISES.keys()
+        for words in door.elsewhere.values():
+            for file, test in re.findall(r"(test_\w+\.py)(?:::(\w+))?", words):
+                assert not test or test in known[file], words
+        assert {"change", "bad"} - door.elsewhere.keys() <= {name for name in ("change", "bad") if getattr(door, name)}
