@@ -194,8 +194,7 @@ def _hashes(source: Source) -> numpy.ndarray:
 
 def _hash_file(path: str) -> int:
     """Return a number for a file, the same by every path and link to it."""
-    folder, name = os.path.split(path)
-    path = os.path.join(_real_folder(folder), name)
+    path = os.path.join(_real_folder(os.path.dirname(path)), os.path.basename(path))
     path = os.path.realpath(path) if os.path.islink(path) else path
     return int.from_bytes(hashlib.sha256(encoded(path)).digest()[:8], signed=True)
 
