@@ -29,8 +29,9 @@ _SPLIT, _CLASS, _ROOT = 1, 2, 4
 class ListIndex(ImageIndex):
     """The images of a list: rows of `path`, relative to the data path or absolute, and `label`, a class's name.
 
-    Images are ordered as in class folders, so a list of class folders' files gives their index. Labels may be numbers:
-    those of the names in classes.txt, from 0, or, without that file, all of 0 to N - 1. With a `separator` an image has
+    Images are ordered as in class folders, so a list of class folders' files gives their index, unless all labels are
+    numbers, which have their own order. Whole ones are those of the names in classes.txt, from 0, or, without that
+    file, all of 0 to N - 1. With a `separator` an image has
     any number of labels, none included.
     """
 
