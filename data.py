@@ -339,6 +339,8 @@ def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dat
 def warn_of_uneven(dataset: IndexedImageFolder, args: Any) -> None:
     """Print a line if a class has at most a tenth as many images as most classes, and no option is about that."""
     counts = count_classes(dataset.index)
+    if len(counts) == 1 and dataset.index.label_sets is None:
+        print(f"there is one class, {dataset.classes[0]}: every image counts as a hit, whatever the model learns")
     smallest, median = int(counts.argmin()), int(numpy.median(counts))
     is_uneven = 10 * counts[smallest] <= median and args.synthetic is None
     if is_uneven and not (args.balanced_sampler or args.class_weights):

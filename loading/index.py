@@ -1,5 +1,6 @@
 """Indexes of images that a scan finds, in a cache that is never stale; and the index of class folders."""
 
+import itertools
 import os
 import stat
 import time
@@ -25,7 +26,7 @@ RETRY_WAITS_S = (0.05, 0.2, 0.8)
 # The file beside lists and tars that names the classes of numbers in their order, one a line.
 CLASSES = "classes.txt"
 
-_FORMAT = "touchstone image index 4"
+_FORMAT = "touchstone image index 5"
 
 
 def encode(names: Iterable[str]) -> numpy.ndarray:
@@ -226,6 +227,12 @@ class Scan:
             self.names.append(encode(paths))
             self.labels += [label] * len(paths)
             self.places += [numpy.array(places, dtype=numpy.int64)] if places else []
+
+    def add_sorted(self, rows: Iterable[tuple[int, str, str, tuple[int, int, int]]]) -> None:
+        """Add images by label, folder, name and place, in the order of `FolderIndex`."""
+        for (label, folder), group in itertools.groupby(sorted(rows), lambda row: row[:2]):
+            _, _, names, places = zip(*group, strict=True)
+            self.add(folder, label, names, places)
 
     def arrays(self) -> dict[str, numpy.ndarray]:
         """Return the scan as arrays of an `ImageIndex`, without its classes and header."""

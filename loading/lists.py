@@ -1,7 +1,8 @@
 """Read lists of images and their classes: train.csv and val.csv, or images.csv with a column `split`."""
 
 import csv
-import itertools
+import functools
+import hashlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import numpy
 from errors import UserError, counted, did_you_mean, is_printable, one_line
 from files import open_to_read
 from loading.index import CLASSES, ImageIndex, Scan, encode
-from loading.source import IMG_EXTENSIONS, Source
+from loading.source import IMG_EXTENSIONS, Source, encoded
 
 # By the ending of a list, what separates its columns; each line of .jsonl is an object of its own.
 SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": None}
@@ -28,8 +29,9 @@ _SPLIT, _CLASS, _ROOT = 1, 2, 4
 class ListIndex(ImageIndex):
     """The images of a list: rows of `path`, relative to the data path or absolute, and `label`, a class's name.
 
-    Images are ordered as in class folders, so a list of class folders' files gives their index. Labels may be numbers:
-    those of the names in classes.txt, from 0, or, without that file, all of 0 to N - 1. With a `separator` an image has
+    Images are ordered as in class folders, so a list of class folders' files gives their index, unless all labels are
+    numbers, which have their own order. Whole ones are those of the names in classes.txt, from 0, or, without that
+    file, all of 0 to N - 1. With a `separator` an image has
     any number of labels, none included.
     """
 
@@ -64,26 +66,26 @@ class ListIndex(ImageIndex):
                 print(one_line(f"{self.where}: {counted(len(several), 'class')} with a separator in its name, {words}"))
         else:
             classes, labels, folders = self._number_sets([label for _, _, label in rows], scan)
-        found: dict[tuple, int] = {}
-        for (line, path, _), label in zip(rows, labels, strict=True):
+        found: dict[tuple, tuple[int, int, int]] = {}
+        for (line, path, _), label, file in zip(rows, labels, self._hash_files(rows), strict=True):
             name, cut = _name(path, folders[label], self.root.name)
             key = (label, *os.path.split(name))
             if key in found:
-                raise UserError(f"{self.where}, line {line}: {path} is listed twice with this class; leave one out")
-            found[key] = cut
-        # As in `FolderIndex`: by folders, and by names in each.
-        for (label, folder), keys in itertools.groupby(sorted(found), lambda key: key[:2]):
-            listed = list(keys)
-            scan.add(folder, label, [name for _, _, name in listed], [(found[key], 0, 0) for key in listed])
-        self._check_labels(rows)
+                raise UserError(f"{self.where}, line {line}: {path} and another image would be {name}; rename one")
+            found[key] = (cut, file, 0)
+        scan.add_sorted((*key, place) for key, place in found.items())
         return classes
 
-    def _check_labels(self, rows: list[tuple[int, str, str]]) -> None:
-        """Refuse an image that is listed with two classes."""
-        labels: dict[str, str] = {}
+    def _hash_files(self, rows: list[tuple[int, str, str]]) -> list[int]:
+        """Return `_hash_file` of each row; UserError for a file that is there twice, also by a link."""
+        labels: dict[int, str] = {}
         for line, path, label in rows:
-            if labels.setdefault(os.path.normpath(path), label) != label:
-                raise UserError(f"{self.where}, line {line}: {path} is listed with two classes; an image has one here")
+            file = _hash_file(os.path.join(self.root.parent, path))
+            if file in labels:
+                ways = {True: "twice with this class; leave one out", False: "with two classes; an image has one here"}
+                raise UserError(f"{self.where}, line {line}: {path} is listed {ways[labels[file] == label]}")
+            labels[file] = label
+        return list(labels)
 
     def _check_path(self, line: int, path: str, _: str) -> bool:
         """Refuse a path that is no image's; return True."""
@@ -116,9 +118,9 @@ class ListIndex(ImageIndex):
         return classes, [rows[text] for text in texts], [text or "no label" for text in sets]
 
     def _header(self) -> numpy.ndarray:
-        """Return the header of `ImageIndex`, which differs for another separator."""
-        header = super()._header()
-        return header if self.separator is None else numpy.append(header, encode([f"labels {self.separator}"]))
+        """Return the header of `ImageIndex`, which differs for another separator or place of the data path."""
+        facts = [f"labels {self.separator}", os.path.realpath(self.root.parent)]
+        return numpy.append(super()._header(), encode(facts))
 
 
 def number_labels(
@@ -147,7 +149,10 @@ def number_labels(
                 f"all classes into {source.root.parent / CLASSES}, one name a line, the first of number 0"
             )
     else:
-        classes = sorted(set(labels))
+        value = float if all(re.fullmatch(r"-?\d+(\.\d+)?", label) for label in labels) else str
+        classes = sorted(sorted(set(labels)), key=value)
+    if source.class_list is None and classes != sorted(classes):
+        print(one_line(f"{source.where}: classes are in the order of numbers (2, 10), not of class folders (10, 2)"))
     numbers = {name: number for number, name in enumerate(classes)}
     if unknown := sorted(set(labels) - numbers.keys()):
         where = places[labels.index(unknown[0])] if places else source.where
@@ -170,17 +175,32 @@ def _is_number(label: str) -> bool:
 
 
 def check_apart(train: Source, val: Source) -> None:
-    """Raise UserError if the lists of both splits hold the same file."""
-    if not (isinstance(train, ListIndex) and isinstance(val, ListIndex)):
+    """Raise UserError if both splits, at least one of them a list, hold the same file, also by a link."""
+    if not (isinstance(train, ListIndex) or isinstance(val, ListIndex)):
         return
-    here = os.getcwd()
-    theirs = {os.path.join(here, val.path(number)) for number in range(len(val))}
-    ours = (os.path.join(here, train.path(number)) for number in range(len(train)))
-    if both := [path for path in ours if path in theirs]:
+    both = numpy.flatnonzero(numpy.isin(_hashes(train), _hashes(val)))
+    if len(both):
         raise UserError(
-            f"{train.where} and {val.where} both list {counted(len(both), 'image')}, such as {both[0]}: an accuracy "
-            "on images that train is none; take them out of one of the lists"
+            f"{train.where} and {val.where} both hold {counted(len(both), 'image')}, such as "
+            f"{train.path(int(both[0]))}: an accuracy on images that train is none; take them out of one of the two"
         )
+
+
+def _hashes(source: Source) -> numpy.ndarray:
+    """Return (images,) int64, `_hash_file` of each."""
+    if isinstance(source, ListIndex):
+        return source.arrays["places"][:, 1]
+    return numpy.array([_hash_file(source.path(number)) for number in range(len(source))])
+
+
+def _hash_file(path: str) -> int:
+    """Return a number for a file, the same by every path and link to it."""
+    path = os.path.join(_real_folder(os.path.dirname(path)), os.path.basename(path))
+    path = os.path.realpath(path) if os.path.islink(path) else path
+    return int.from_bytes(hashlib.sha256(encoded(path)).digest()[:8], signed=True)
+
+
+_real_folder = functools.lru_cache(maxsize=4096)(os.path.realpath)
 
 
 def _name(path: str, class_name: str, split: str) -> tuple[str, int]:
@@ -230,10 +250,12 @@ def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator
     UserError if a row lacks one of them, or the list does not say of which split its images are.
     """
     is_of_all = path.stem == "images"
+    allowed = SPLITS if is_of_all else (split,)
     needed = ("path", "label", *(["split"] if is_of_all and split != "train" else []))
-    for line, row in read_table(path, needed, ("split",)):
+    optional = ("split",) if split in SPLITS else ()
+    for line, row in read_table(path, needed, optional):
         where = f"{path}, line {line}"
-        values = {name: row.get(name, "train") for name in ("path", "label", "split")}
+        values = {"split": allowed[0]} | {name: row[name] for name in (*needed, *optional) if name in row}
         label = values["label"]
         labels = [label]
         if separator is not None:
@@ -246,8 +268,8 @@ def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator
             raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number{several}"))
         if separator is not None and (cut := [each for each in labels if separator in each]):
             raise UserError(one_line(f"{where}: label {cut[0]!r} holds {separator!r}; give --multi-label another one"))
-        if values["split"] not in SPLITS:
-            raise UserError(one_line(f"{where}: split {values['split']!r}; expected train or val"))
+        if values["split"] not in allowed:
+            raise UserError(one_line(f"{where}: split {values['split']!r}; expected {' or '.join(allowed)}"))
         for label in labels:
             check_class(where, label)
         if not is_of_all or values["split"] == split:

@@ -1,12 +1,12 @@
 """Images in tars with a label beside each, KEY.jpg with KEY.cls or KEY.json: the form of WebDataset."""
 
-import itertools
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import BinaryIO
 
-from errors import UserError
+from errors import UserError, one_line
 from loading.index import ImageIndex, Scan
 from loading.lists import as_label, check_class, number_labels
 from loading.source import IMG_EXTENSIONS
@@ -20,64 +20,79 @@ _Member = tuple[str, tuple[int, int, int]]  # its name, and its place as of `Ima
 
 
 class Samples:
-    """Images of tars that lie in no folder, with their labels. A key is a name up to its first dot.
+    """Images of tars with their labels. A key is a path up to its last dot, or else to the first in its file's name.
 
     Attributes:
         images: the label and the image of each key.
-        unlabelled: words for the first image without a label; stray images have none in class folders' tars.
+        unlabelled: words for the first image without a label: none has one in a tar of class folders.
+        unread: words for the first .json in a folder that holds no label.
     """
 
     def __init__(self) -> None:
         self.images: dict[str, tuple[str, _Member]] = {}
-        self.unlabelled = ""
-        self._members: dict[str, dict[str, list[_Member]]] = defaultdict(lambda: defaultdict(list))
+        self.unlabelled = self.unread = ""
+        self._images: list[_Member] = []
+        self._labels: dict[str, dict[str, list[_Member]]] = defaultdict(lambda: defaultdict(list))
 
-    def add(self, name: str, place: tuple[int, int, int]) -> None:
-        """Add a member of the tar that is read, if it is an image or a label."""
-        key, _, ending = name.partition(".")
-        kind = "image" if name.lower().endswith(IMG_EXTENSIONS) else f".{ending.lower()}"
-        if kind in ("image", *LABELS):
-            self._members[key][kind].append((name, place))
+    def add(self, path: str, place: tuple[int, int, int]) -> None:
+        """Add a member of the tar that is read, if it is an image or a label, by its path below the split's folder."""
+        stem, ending = os.path.splitext(path)
+        if ending.lower() in LABELS:
+            self._labels[stem][ending.lower()].append((path, place))
+        elif path.lower().endswith(IMG_EXTENSIONS):
+            self._images.append((path, place))
 
     def read_labels(self, path: Path, file: BinaryIO) -> None:
         """Read the labels of a tar whose members were added; UserError for one that does not belong to one image."""
-        for key, members in self._members.items():
-            images = members.pop("image", [])
-            kind = next((kind for kind in LABELS if kind in members), None)
-            if kind is None:
-                self.unlabelled = self.unlabelled or f"{path} holds {images[0][0]!r}"
-            elif images or kind == ".cls":  # a .json alone is of the whole set
-                (name, (_, offset, size)), *others = members[kind]
-                where = f"{path}, {name!r}"
-                if others or len(images) != 1:
-                    counts = f"there are {len(others) + 1} such labels and {len(images)} images of this key"
-                    raise UserError(f"{where}: {counts}, the name up to its first dot; expected one of each")
-                if key in self.images:
-                    raise UserError(f"{where}: an earlier tar has this key, too; each image needs a key of its own")
-                file.seek(offset)
-                content = file.read(min(size, _MAX_LABEL_BYTES))
-                self.images[key] = (_label(where, kind, content), images[0])
-        self._members.clear()
+        by_key = defaultdict(list)
+        for image in self._images if self._labels else self._images[:1]:
+            stem, _ = os.path.splitext(image[0])
+            folder, name = os.path.split(stem)
+            by_key[stem if stem in self._labels else os.path.join(folder, name.partition(".")[0])].append(image)
+        for key, members in self._labels.items():
+            images = by_key[key]
+            kind = next(kind for kind in LABELS if kind in members)
+            if not images and (kind == ".json" or "." in os.path.basename(key)):
+                continue  # of the whole set, or no label but another fact of an image
+            (name, (_, offset, size)), *others = members[kind]
+            where = f"{path}, {name!r}"
+            file.seek(offset)
+            label = _label(where, kind, file.read(min(size, _MAX_LABEL_BYTES)), is_needed="/" not in key)
+            if label is None:
+                self.unread = self.unread or where
+                continue
+            if others or len(images) != 1:
+                counts = f"there are {len(others) + 1} such labels and {len(images)} images of this key"
+                raise UserError(f"{where}: {counts}, the name up to its first dot; expected one of each")
+            if key in self.images:
+                raise UserError(f"{where}: an earlier tar has this key, too; each image needs a key of its own")
+            self.images[key] = (label, by_key.pop(key)[0])
+        left = [image for images in by_key.values() for image in images]
+        self.unlabelled = self.unlabelled or "".join(f"{path} holds {name!r}" for name, _ in left[:1])
+        self._images.clear()
+        self._labels.clear()
 
     def add_to(self, scan: Scan, source: ImageIndex, paths: list[Path]) -> list[str]:
-        """Add the images to a scan, by classes and by names in each, and return the classes."""
+        """Add the images to a scan, and return the classes."""
         if self.unlabelled:
             raise UserError(f"{self.unlabelled} without a label; every image needs a .cls or .json with its key")
         labels, images = zip(*self.images.values(), strict=True)
         words = [f"{paths[place[0]]}, {name!r}" for name, place in images]
+        if in_folders := [key for key in self.images if "/" in key]:
+            print(one_line(f"{source.where}: labels beside images such as {in_folders[0]} are read, not their folders"))
         classes, numbers = number_labels(source, scan, labels, words)
-        ordered = sorted(zip(numbers, images, strict=True))
-        for number, group in itertools.groupby(ordered, lambda each: each[0]):
-            names, places = zip(*(image for _, image in group), strict=True)
-            scan.add(classes[number], number, names, places)
+        members = zip(numbers, images, strict=True)
+        scan.add_sorted((label, *os.path.split(f"{classes[label]}/{name}"), at) for label, (name, at) in members)
         return classes
 
 
-def _label(where: str, kind: str, content: bytes) -> str:
-    """Return the label in a file's content."""
+def _label(where: str, kind: str, content: bytes, is_needed: bool) -> str | None:
+    """Return the label in a file's content; None for JSON without one, unless it is needed."""
     try:
         value = json.loads(content)["label"] if kind == ".json" else content.decode()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if kind == ".json" and not is_needed:
+            return None
         expected = "a JSON object with label" if kind == ".json" else "UTF-8"
         raise UserError(f"{where}: expected {expected}, the number or name of the image's class") from error
     label = as_label(value)

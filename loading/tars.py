@@ -93,21 +93,18 @@ class TarIndex(ImageIndex):
                     reader.scan_class(path.stem, 0, status.st_size)
                 else:
                     reader.scan(status.st_size)
-                    reader.samples.read_labels(path, file)
+                reader.samples.read_labels(path, file)
             progress.update(num_bytes=status.st_size - reader.num_read)
             if reader.ignored:
                 ignored = f"{len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored"
                 print(one_line(f"{path}: {ignored}"))
-        found = reader.folders()
-        if reader.unread:
-            print(f"{reader.unread} and labels like it are not read: the folder is the class")
+            if self.form == "class tars" and reader.samples.images:
+                raise UserError(f"{path} holds labels beside images; call such tars {self.root.name}-000000.tar etc.")
         if reader.samples.images:
-            if folders := [folder for folder, images in found.items() if images and folder not in reader.flat]:
-                raise UserError(
-                    f"{self.where} holds the class folder {folders[0]} and, in no folder, images with a .cls or .json "
-                    "beside them; give each kind a --data-path of its own"
-                )
             return reader.samples.add_to(scan, self, self.files)
+        if unread := reader.samples.unread:
+            print(one_line(f"{unread} and files like it hold no label: the class is the folder, or the tar's name"))
+        found = reader.folders()
         ordered = sorted((folder.split("/")[0], folder) for folder in found if folder)
         classes = sorted({name for name, _ in ordered})
         self.check_classes(classes, len(found.get("", ())))
@@ -250,8 +247,7 @@ class _TarReader:
         self.split_name, self.progress = split_name, progress
         self.plain: _Found = {}  # by the names of members
         self.by_class: _Found = {}  # by the names of class tars
-        self.flat, self.samples = ("", split_name), Samples()  # folders that are no classes, and the images in them
-        self.unread = ""  # the first label in a class folder
+        self.samples = Samples()
 
     def begin(self, path: Path, file: BinaryIO, number: int) -> None:
         """Read this tar from now on; `number` is its place among the tars."""
@@ -283,14 +279,11 @@ class _TarReader:
         """Find a tar's images, the labels beside them, and the images of the class tars in it."""
         for folder, name, member in self._entries(0, end):
             if name.lower().endswith(".tar"):
-                if folder in self.flat:
+                if folder in ("", self.split_name):
                     self.scan_class(name[: -len(".tar")], member.offset_data, member.offset_data + member.size)
                 continue
             place = (self.number, member.offset_data, member.size)
-            if name and folder in self.flat:
-                self.samples.add(name, place)
-            elif name.lower().endswith(".cls"):
-                self.unread = self.unread or f"{self.path}: {member.name!r}"
+            self.samples.add(f"{folder}/{name}".lstrip("/").removeprefix(f"{self.split_name}/"), place)
             images = self.plain.setdefault(folder, {})
             if name.lower().endswith(IMG_EXTENSIONS):
                 images[name] = place
@@ -301,15 +294,12 @@ class _TarReader:
             raise UserError(f"{self.path} holds a tar of the class {class_name!r}, which cannot be a folder")
         self.by_class.setdefault(class_name, {})
         for folder, name, member in self._entries(start, end):
-            if name.lower().endswith(".cls"):
-                raise UserError(
-                    f"{self.path} holds the label {member.name!r}, and its own name would be the class; call such "
-                    f"tars {self.split_name}-000000.tar, {self.split_name}-000001.tar and so on"
-                )
+            place = (self.number, member.offset_data, member.size)
+            inner = f"{folder}/".removeprefix(f"{self.split_name}/{class_name}/").removeprefix(f"{class_name}/")
+            within = f"{class_name}/{inner}".rstrip("/")
+            self.samples.add(f"{within}/{name}", place)
             if name.lower().endswith(IMG_EXTENSIONS):
-                inner = f"{folder}/".removeprefix(f"{self.split_name}/{class_name}/").removeprefix(f"{class_name}/")
-                images = self.by_class.setdefault(f"{class_name}/{inner}".rstrip("/"), {})
-                images[name] = (self.number, member.offset_data, member.size)
+                self.by_class.setdefault(within, {})[name] = place
 
     def folders(self) -> _Found:
         """Return the images of all folders, which begin with the class; those of none have the folder ""."""

@@ -10,7 +10,7 @@ import pytest
 from torchvision import datasets
 
 from errors import UserError
-from loading import lists
+from loading import index, lists
 from loading.forms import open_named, open_source
 from tests.images import write_images
 
@@ -191,8 +191,59 @@ def test_an_image_in_both_lists_is_refused(folder):
     lists.check_apart(*(open_source(folder / split) for split in ("train", "val")))
     rows = rows_of(folder, "val", folder)
     write_list(folder / "train.csv", [*rows_of(folder, "train", folder), *rows[:2]])
-    with pytest.raises(UserError, match=r"both list 2 images, such as .*/val/.*take them out of one of the lists"):
+    with pytest.raises(UserError, match=r"both hold 2 images, such as .*/val/.*take them out of one of the two"):
         lists.check_apart(*(open_source(folder / split) for split in ("train", "val")))
+
+
+@pytest.mark.parametrize("way", ["absolute", "link", "linked folder"])
+def test_a_file_is_known_by_every_path_and_link_to_it(folder, tmp_path, monkeypatch, way):
+    monkeypatch.setattr(index, "RACY_NS", 0)
+    row, *others = rows_of(folder, "val", folder)
+    (folder / "l.jpg").symlink_to(row["path"])
+    (folder / "links").symlink_to("val")
+    path = {"absolute": f"{folder}/{row['path']}", "link": "l.jpg", "linked folder": f"links/{row['path'][4:]}"}[way]
+    write_list(folder / "train.csv", [*rows_of(folder, "train", folder), row | {"path": path}])
+    with pytest.raises(UserError, match=r"train.csv and .*/val both hold 1 image, such as"):  # a list and a folder
+        lists.check_apart(open_source(folder / "train"), open_source(folder / "val"))
+    folder = folder if way == "absolute" else folder.rename(tmp_path / "moved")  # with the index in the cache
+    write_list(folder / "val.csv", [row, *others])
+    with pytest.raises(UserError, match=r"train.csv and .*val.csv both hold 1 image"):
+        lists.check_apart(open_source(folder / "train"), open_source(folder / "val"))
+    for label, words in ((row["label"], "twice with this class"), (others[-1]["label"], "with two classes")):
+        write_list(folder / "val.csv", [{"path": path, "label": label}, row, *others])
+        with pytest.raises(UserError, match=f"line {len(others) + 3}: {path} is listed {words}"):
+            open_source(folder / "val")
+
+
+def test_a_list_of_one_split_refuses_rows_of_the_other(folder, capsys):
+    rows = [row | {"split": "train"} for row in rows_of(folder, "train", folder)]
+    for ending in lists.SEPARATORS:
+        write_list(folder / f"train{ending}", [*rows, rows[0] | {"split": "val"}])
+        with pytest.raises(UserError, match=rf"train{ending}, line \d+: split 'val'; expected train"):
+            open_source(folder / "train")
+        write_list(folder / f"train{ending}", rows)
+        assert len(open_source(folder / "train")) == len(rows)
+        (folder / f"train{ending}").unlink()
+    write_list(folder / "real.csv", [*rows[1:], rows[0] | {"split": ""}])  # of a split of its own
+    capsys.readouterr()
+    assert len(open_source(folder / "real")) == len(rows)
+    assert "1 column not read: split" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("form", "is_said"), [("{}", True), ("{}.0", True), ("{}.5", True), ("{}th", False)])
+def test_labels_that_are_all_numbers_are_in_their_order_and_a_line_says_where_folders_have_another(
+    tmp_path, capsys, form, is_said
+):
+    names = [form.format(number) for number in range(12)]
+    write_images(tmp_path, {"plain": [1] * 12})
+    for number, name in enumerate(names):
+        (tmp_path / "plain" / f"class{number}").rename(tmp_path / "plain" / name)
+    write_list(tmp_path / "train.csv", rows_of(tmp_path, "plain", tmp_path))
+    found, theirs = open_source(tmp_path / "train"), datasets.ImageFolder(tmp_path / "plain")
+    assert found.classes == (names if is_said else theirs.classes)
+    assert [Path(found.path(number)).parent.name for number in range(12)] == found.classes
+    said = f"{tmp_path / 'train.csv'}: classes are in the order of numbers (2, 10), not of class folders (10, 2)"
+    assert (said in capsys.readouterr().out) == is_said
 
 
 def test_an_edited_list_is_another_data_set(folder):

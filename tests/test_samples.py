@@ -10,7 +10,8 @@ from torchvision import datasets
 from errors import UserError
 from loading import index
 from loading.forms import open_source
-from tests.archives import tar_of
+from tests.archives import jpeg, tar_of
+from tests.started import SMALL, run_train
 
 KINDS = {
     ".cls": lambda label: {".cls": f" {label}\n"},
@@ -33,9 +34,10 @@ def write_both(folder: Path, labels: list, kind: str, shards: list[str], prefix=
         members = {}
         for key, label in images[number :: len(shards)]:
             parts = {".jpg": f"the image {key}", ".txt": "a caption", **KINDS[kind](label)}
-            members |= {f"{prefix}{key}{ending}": parts[ending] for ending in sorted(parts)}
-            (folder / "plain" / str(label)).mkdir(parents=True, exist_ok=True)
-            (folder / "plain" / str(label) / f"{key}.jpg").write_text(parts[".jpg"])
+            members |= {f"{prefix.format(number)}{key}{ending}": parts[ending] for ending in sorted(parts)}
+            path = folder / "plain" / str(label) / f"{prefix.format(number).removeprefix('train/')}{key}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(parts[".jpg"])
         write_tar(folder / shard, members)
 
 
@@ -44,6 +46,10 @@ def write_both(folder: Path, labels: list, kind: str, shards: list[str], prefix=
     ([2, 0, 1], ".json", [f"imagenet1k-train-{number:04d}.tar" for number in range(2)], "./"),
     (["bee", "ant", "cat"], ".json", ["train.tar"], "train/"),
     (["bee", "ant", "cat"], "both", [f"train/train-{number}.tar" for number in range(11)], ""),
+    ([2, 0, 1], ".json", ["train-000000.tar"], "data/"),
+    (["bee", "ant", "cat"], ".json", [f"train-{number:06d}.tar" for number in range(2)], "train/{:05d}/in/"),
+    ([2, 0, 1], ".cls", ["train.tar"], "v1.2/IMG_22.05."),
+    (["bee", "ant", "cat"], ".json", ["train.tar"], "IMG_22.05."),
 ])  # fmt: skip
 def test_shards_with_labels_are_the_class_folders_of_their_images(tmp_path, monkeypatch, labels, kind, shards, prefix):
     monkeypatch.setattr(index, "RACY_NS", 0)
@@ -80,7 +86,10 @@ BAD = {
     "two images of a key": ({**GOOD, "1.mask.png": ""}, "'1.cls': there are 1 such labels and 2 images of this key"),
     "two labels of a key": ({**GOOD, "1.CLS": "1"}, "'1.cls': there are 2 such labels"),
     "a key in two folders": ({**GOOD, "val/1.jpg": ""}, "2 images of this key"),
-    "a dot in a key": ({"1.a.jpg": "", "1.a.cls": "0"}, "holds 1 image and no class folders"),
+    "a fact of an image without a label": ({**GOOD, "2.jpg": "", "2.fine.cls": "1"}, "holds '2.jpg' without a label"),
+    "an image that is not there": ({"a/1.jpg": "", "a/2.cls": "0"}, "'a/2.cls': there are 1 such .* 0 images"),
+    "labels in some folders": ({"a/1.jpg": "", "a/1.json": '{"label": 0}', "b/1.jpg": "", "b/1.json": "{}"},
+                               "holds 'b/1.jpg' without a label"),
     "JSON without a label": ({"1.jpg": "", "1.json": '{"class": 1}'}, "'1.json': expected a JSON object with label"),
     "no object": ({"1.jpg": "", "1.json": "[1]"}, "expected a JSON object with label"),
     "deep JSON": ({"1.jpg": "", "1.json": "[" * 100_000}, "expected a JSON object with label"),
@@ -90,7 +99,7 @@ BAD = {
     "a long label": ({"1.jpg": "", "1.cls": "9" * 5000}, "label is '9{79}; expected one name"),
     "a path": ({"1.jpg": "", "1.cls": "../x"}, "a class cannot be called '../x'"),
     "no class of classes.txt": ({"1.jpg": "", "1.cls": "ape"}, "'1.jpg': classes.txt has no class ape"),
-    "class folders too": ({**GOOD, "cat/2.jpg": ""}, "holds the class folder cat and, in no folder, images with"),
+    "class folders too": ({**GOOD, "cat/2.jpg": ""}, "holds 'cat/2.jpg' without a label; every image needs"),
 }  # fmt: skip
 
 
@@ -104,17 +113,35 @@ def test_bad_labels_are_one_line_that_names_shard_and_member(tmp_path, case):
     assert "\n" not in str(caught.value)
 
 
-def test_a_key_of_an_earlier_shard_and_shards_that_look_like_class_tars_are_refused(tmp_path, capsys):
+def test_a_key_of_an_earlier_shard_and_shards_that_look_like_class_tars_are_refused(tmp_path):
     for number in (0, 1):
         write_tar(tmp_path / f"x-train-{number}.tar", GOOD)
         write_tar(tmp_path / "val" / f"{number:05d}.tar", GOOD)
-        write_tar(tmp_path / f"real-{number:06d}.tar", {"part/1.jpg": "", "part/1.cls": "0"})
+        write_tar(tmp_path / "test" / f"part{number}.tar", {"1.jpg": "", "1.json": '{"label": 0}'})
     with pytest.raises(UserError, match=r"x-train-1.tar, '1.cls': an earlier tar has this key"):
         open_source(tmp_path / "train")
-    with pytest.raises(UserError, match=r"00000.tar holds the label '1.cls'.* call such tars val-000000.tar"):
-        open_source(tmp_path / "val")
-    assert open_source(tmp_path / "real").classes == ["part"]
-    assert "'part/1.cls' and labels like it are not read: the folder is the class" in capsys.readouterr().out
+    for split, first in (("val", "00000"), ("test", "part0")):
+        with pytest.raises(UserError, match=rf"{first}.tar holds labels beside .* such tars {split}-000000.tar"):
+            open_source(tmp_path / split)
+
+
+def test_json_without_a_label_leaves_the_class_to_folder_or_tar_and_a_line_says_so(tmp_path, capsys):
+    other = {"1.jpg": "", "1.png": "", "1.json": '{"shapes": [{"label": "wing"}]}', "2.jpg": ""}
+    write_tar(tmp_path / "train.tar", {f"{name}/{key}": other[key] for name in ("ant", "bee") for key in other})
+    for name in ("ant", "bee"):
+        write_tar(tmp_path / "val" / f"{name}.tar", other)
+    for split, where in (("train", "train.tar, 'ant/1.json'"), ("val", "val/ant.tar, 'ant/1.json'")):
+        found = open_source(tmp_path / split)
+        assert (found.classes, found.labels.tolist()) == (["ant", "bee"], [0, 0, 0, 1, 1, 1])
+        assert f"{where} and files like it hold no label: the class is the folder" in capsys.readouterr().out
+
+
+def test_one_class_is_trained_on_with_a_line(tmp_path):
+    for split in ("train", "val"):
+        members = {"1.jpg": jpeg(1), "1.cls": b"0", "2.jpg": jpeg(2), "2.cls": b"0"}
+        (tmp_path / f"{split}-000000.tar").write_bytes(tar_of(members))
+    argv = ["--data-path", tmp_path, *SMALL, "--batch-size", 2, "--epochs", 1, "--output-dir", tmp_path / "out"]
+    assert "there is one class, 0: every image counts as a hit" in run_train(tmp_path, *argv).check().output
 
 
 def test_a_set_with_a_hole_is_refused_and_a_tar_with_a_year_in_its_name_is_no_shard(tmp_path):
