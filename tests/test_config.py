@@ -92,7 +92,7 @@ def test_other_spellings():
         (["--batch=8"], "--batch 8 is unknown; did you mean --batch-size?"),
         (["--bach-size", "8"], "--bach-size 8 is unknown; did you mean --batch-size?"),
         (["images"], "unrecognized argument: images is unknown"),
-        (["--pretrained"], "--weights DEFAULT"),
+        (["--pretrained"], "--weights IMAGENET1K_V1"),
         (["--lr-scheduler", "cosine"], "--lr-scheduler cosine is no schedule"),
         (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
         (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
