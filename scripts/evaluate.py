@@ -49,7 +49,7 @@ sets:
   NAME=DIR        class folders, tars or a pack, as train.py reads them. A class folder bears the name of a class of
                   the checkpoint, or its number (ImageNetV2). Where the checkpoint knows no names, the folders in
                   alphabetical order are its classes, or synsets are looked up in a set that has them all or in timm;
-                  numbers are taken only if their order is alphabetical too (000, 001 ...).
+                  numbers (000 ...), and names if its script may be timm's, only if their natural order is the same.
                   If there are folders of some classes alone (ImageNet-A, -R), the scores of all other classes are
                   left out before anything is computed, as in the papers of these sets.
   --minival F     evaluate --set minival=DIR/train, the training images, only on those that train.py --minival F

@@ -94,6 +94,7 @@ def test_other_spellings():
         (["images"], "unrecognized argument: images is unknown"),
         (["--pretrained"], "--weights IMAGENET1K_V1"),
         (["--lr-scheduler", "cosine"], "--lr-scheduler cosine is no schedule"),
+        (["--opt", "adamww"], "did you mean adamw? timm's are written timm/NAME, your own FILE.py:FUNCTION"),
         (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
         (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
         (["--batch-size", "12", "--global-batch-size", "64"], "--global-batch-size 64 is not a multiple of"),

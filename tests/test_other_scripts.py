@@ -178,7 +178,7 @@ def test_the_resized_side_is_timms_for_the_models_own_size(model, share):
     assert timm.create_transform(**theirs).transforms[0].size == args.val_resize_size
 
 
-# pytorch/examples: args.batch_size = int(args.batch_size / ngpus_per_node), by default of 256; --world-size is of nodes.
+# pytorch/examples: args.batch_size = int(args.batch_size / ngpus_per_node), 256 by default; --world-size is of nodes.
 @pytest.mark.parametrize(("line", "expected"), [
     ("--data-path d --grad-accum-steps 4 -b 8", "--data-path d -b 8 --no-decay-1d --global-batch-size 64"),
     ("-a vgg11 --world-size 1 D", "--model vgg11 --data-path D --batch-size 128 --global-batch-size 256"),
