@@ -486,9 +486,9 @@ def _validate_names(args: Record) -> None:
         has_timms = option in ("--opt", "--auto-augment")
         is_elsewhere = given and (split_custom(given) or (has_timms and given.startswith("timm/")))
         if given is not None and given not in known and not is_elsewhere:
-            hint = did_you_mean(given, known) or f" (there are {', '.join(known)})"
+            hint = did_you_mean(given, known) or f" (there are {', '.join(known)});"
             timms = "timm's are written timm/NAME, " if has_timms else ""
-            raise UserError(f"{option} {given} is no {kind}{hint}; {timms}your own FILE.py:FUNCTION")
+            raise UserError(f"{option} {given} is no {kind}{hint} {timms}your own FILE.py:FUNCTION")
 
 
 def _validate_interpolation(args: Record) -> None:

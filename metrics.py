@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import config
 import models
-from checkpointing.guard import compare_classes
+from checkpointing.guard import compare_classes, find_disorder
 from checkpointing.published import complete_options, fetch_by_name, settle_preprocessing
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from custom.code import load_function
@@ -242,8 +242,8 @@ def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
             f"{source} scores {num_classes} classes and the images are of {len(classes)}; give a teacher of these"
         )
     # Published weights may have other names for the same classes.
-    is_file = Path(args.teacher).is_file() and weights.classes is not None
-    if is_file and (differences := compare_classes(weights.classes, classes)):
+    is_named = Path(args.teacher).is_file() and weights.classes is not None
+    if differences := compare_classes(weights.classes, classes) if is_named else find_disorder(weights.script, classes):
         raise UserError(f"{source} is of other classes: {differences[0]}; give a teacher of these")
     print(f"{source}: {weights.kind}")
     if (own.mean, own.std) != (args.mean, args.std):

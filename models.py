@@ -32,11 +32,9 @@ def check_name(name: str) -> None:
     """Raise UserError if torchvision lacks the model; timm's models and the user's own are looked up when built."""
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known and not name.startswith("timm/") and not split_custom(name):
-        hint = did_you_mean(name, known) or f" (there are {', '.join(known)})"
-        raise UserError(
-            f"--model {name} is no classification model of torchvision{hint}; timm's are written timm/NAME, "
-            "your own FILE.py:FUNCTION"
-        )
+        hint = did_you_mean(name, known) or f" (there are {', '.join(known)});"
+        hint += " timm's are written timm/NAME, your own FILE.py:FUNCTION"
+        raise UserError(f"--model {name} is no classification model of torchvision{hint}")
 
 
 def check_model(args: Any) -> None:
@@ -418,6 +416,8 @@ def load_matching(
     with in_one_line(f"{source} belongs to another model, check --model: it holds {kind}"):
         load_resized(reader, weights, source)
     if reader is model:
+        if found := getattr(weights, "disorder", None):
+            raise UserError(f"{source}: {found[0]}; --allow-change data takes them as they are now")
         return
     if needs_classifier:
         raise UserError(

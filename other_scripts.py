@@ -56,6 +56,7 @@ _BESIDE = {
     "--clip-grad": {"--clip-mode agc": "--clip-agc NORM", "--clip-mode value": "--clip-grad-value NORM"},
     **{flag: {"--sched poly": "--lr-power F"} for flag in ("--decay-rate", "--dr")},
     **{flag: {"--lr": "leave it out"} for flag in ("--lr-base", "--lr-base-size", "--lr-base-scale")},
+    "--apex": {"--apex-opt-level O0": "leave it out"},  # which is float32
     "--pretrained": dict.fromkeys(("--initial-checkpoint", "--pretrained-path"), "leave it out"),
     "--experiment": {"--output": "leave it out"}, "--img-size": {"--input-size": "leave it out"},
     "--torchcompile": {"--torchcompile-mode": "leave it out"}, "--tta": {"--tta 2": "--eval-flip"},
@@ -68,6 +69,8 @@ _IMPLIED = {
     "--sched multistep": "--decay-milestones 90 180 270", "--reprob": "--remode pixel",
     "--model-ema": "--model-ema-steps 1 --no-model-ema-adjust --model-ema-decay 0.9998",
 }  # fmt: skip
+# Flags of which pytorch/examples has none: beside one of them the batch is ours.
+_NOT_THEIRS = {"--data-path", "--recipe", "--global-batch-size"}
 # Flags whose values here depend on other options, each after those that it depends on.
 _COMPUTED = ["--pretrained", "--crop-pct", "--grad-accum-steps", "--decay-milestones", "--decay-epochs", "--warmup-lr"]
 
@@ -88,7 +91,8 @@ class OtherCommand:
             adds_up = isinstance(known.get(flag), argparse._ExtendAction)
             given[flag] = [*given.get(flag, []) * adds_up, *values]
         self.said = {*given, *(re.sub(r"\.0*$", "", f"{flag} {each[0]}") for flag, each in given.items() if each)}
-        self.is_timms = any(self.table[flag].script == "timm" for flag in given.keys() & self.table.keys())
+        scripts = {self.table[flag].script for flag in given.keys() & self.table.keys()}
+        self.is_timms = "timm" in scripts
         if self.is_timms:
             for flag in {"--model", "--opt"} & given.keys():
                 given[flag] = [re.sub("^(?!.*[/:])", "timm/", given[flag][0])]
@@ -106,12 +110,24 @@ class OtherCommand:
             verdict = self._translate(flag, flags[flag])
             if flag in given:
                 self.phrases.append(" ".join([flag, *given[flag], verdict]))
+        if scripts & {"examples", "timm"} == {"examples"} and not given.keys() & _NOT_THEIRS:
+            self._share_batch()
 
     def __str__(self) -> str:
         launch = read_launch()
         nodes = f"--nnodes={launch.num_nodes} " if launch.num_nodes > 1 else ""
         starter = f"torchrun {nodes}--nproc_per_node={launch.num_local}" if launch.is_torchrun else "python"
         return f"{starter} train.py {shlex.join(word for words in self.options.values() for word in words)}"
+
+    def _share_batch(self) -> None:
+        """Give the batch of pytorch/examples, which the GPUs of a machine share, as that of a process and of all."""
+        launch, known = read_launch(), {name: words[1] for name, words in self.options.items() if words[1:]}
+        with suppress(ValueError):  # refused when the command for here is run
+            share = int(known.get("batch_size", 256)) // launch.num_local
+            total = share * max(launch.world_size, launch.num_local * int(known.get("world_size", 1)))
+            self.phrases.append(f"the batch of a machine is --batch-size {share} --global-batch-size {total}")
+            words = ["--batch-size", f"{share}", "--global-batch-size", f"{total}"]
+            self.options |= {"batch_size": words, "world_size": []}
 
     def _groups(self, words: list[str]) -> Iterator[tuple[str, list[str]]]:
         """Yield each flag with its values; a word of no flag in place of one."""
@@ -231,7 +247,7 @@ class OtherCommand:
             return ["--lr-warmup-decay", f"{float(value) / lr:.6g}"]
         config = find_timm_config(model) if model.startswith("timm/") else None
         if flag == "--pretrained":
-            return ["--weights", f"hf-hub:{config.hf_hub_id}" if config else "DEFAULT"]
+            return ["--weights", f"hf-hub:{config.hf_hub_id}" if config else "IMAGENET1K_V1"]
         is_models = config is not None and "val_crop_size" not in self.options
         side = config.input_size[-1] if is_models else float(known["val_crop_size"])
         return ["--val-resize-size", str(math.floor(side / float(value)))]

@@ -136,6 +136,10 @@ def _explain(name: str, error: Exception) -> str:
             f"{name} is a checkpoint of another script, such as torchvision's: it holds an argparse.Namespace; to "
             "start from its weights, pass it to --weights"
         )
+    if found and found[1].startswith("numpy."):
+        return (
+            f"{name} contains numbers of numpy ({found[1]}), which only code reads; save float(x) or x.tolist() instead"
+        )
     if found:
         return f"{name} contains code ({found[1]}) and was refused; nothing in it was run. A state_dict() is read"
     reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -171,12 +172,16 @@ def _check_ranks(name: str, dataset: Any | None) -> None:
                 raise UserError(f"rank {rank} reads other images than rank 0: {differences[0]}")
 
 
-def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
-    """Refuse to evaluate weights that name other classes; training may start from them."""
-    # For another number of classes see `models.load_matching`.
-    if classes is None or len(classes) != len(val.classes):
+def check_classes(weights: Any, args: Any, val: Any) -> None:
+    """Refuse to evaluate weights that name other classes; training may start from them.
+
+    Of `Weights` that name none `models.load_matching` counts the classes, and refuses those in an unknown order.
+    """
+    is_sure = weights.classes is not None or "data" in parse_allowed(args.allow_change)
+    weights.disorder = [] if is_sure else find_disorder(weights.script, val.classes)
+    if weights.classes is None or len(weights.classes) != len(val.classes):
         return
-    differences = compare_classes(classes, val.classes)
+    differences = compare_classes(weights.classes, val.classes)
     if differences and args.test_only:
         _refuse_data(args, f"--weights {args.weights} is of other classes", differences)
     elif differences:
@@ -197,6 +202,16 @@ def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
         return []
     first = _difference(f"class {labels[0]} is", one_line(theirs[labels[0]]), one_line(ours[labels[0]]))
     return [f"{len(labels)} of {len(ours)} classes have other names: {first}"]
+
+
+def find_disorder(script: str, classes: list[str]) -> list[str]:
+    """Return a line about classes that weights of a script, without names of their own, may have in another order.
+
+    timm sorts them naturally and without case; torchvision and pytorch/examples as here.
+    """
+    timms = sorted(classes, key=lambda name: [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", name.lower())])
+    found = [] if script in ("", "torchvision", "pytorch-examples") else compare_classes(timms, classes)
+    return [f"it names no classes; in timm's order {each}; rename them in its order: 0-NAME ..." for each in found]
 
 
 def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list[str]:

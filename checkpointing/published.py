@@ -40,7 +40,7 @@ def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
         if known.get(name) and known[name] != getattr(args, name) and name not in args.given:
             flag = BY_NAME[name].flag
             print(f"--weights {args.weights} was trained with another {flag}: {_text(known[name])}; give it to keep it")
-    check_classes(weights.classes, args, val)
+    check_classes(weights, args, val)
     return weights
 
 
@@ -274,8 +274,8 @@ def find_published(name: str, source: str) -> tuple[str, WeightsEnum]:
             return model, enum[member or "DEFAULT"]
     known = [f"{model}.{each}" for model, enum in enums.items() for each in enum.__members__] if member else enums
     raise UserError(
-        f"{source}: no such file, and no weights of torchvision's{did_you_mean(name, known)}; give a checkpoint, or a "
-        "name such as resnet50.IMAGENET1K_V2"
+        f"{source}: no such file, and no weights of torchvision's{did_you_mean(name, known) or ';'} give a checkpoint, "
+        "or a name such as resnet50.IMAGENET1K_V2"
     )
 
 

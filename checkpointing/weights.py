@@ -19,8 +19,8 @@ from checkpointing.archive import load_checkpoint
 from errors import StorageError, UserError, in_one_line, require_package
 from files import write_atomically
 
-# Keys of a checkpoint's weights and of their average: torchvision's and ours, then those of the others.
-_RAW_KEYS, _AVERAGE_KEYS = ("model", "state_dict"), ("model_ema", "state_dict_ema")
+# Keys of a checkpoint's weights and of their average: torchvision's and ours, others', that of PyTorch's tutorial.
+_RAW_KEYS, _AVERAGE_KEYS = ("model", "state_dict", "model_state_dict"), ("model_ema", "state_dict_ema")
 
 # The kind of weights in a file that holds nothing else.
 BARE = "a bare state dict"
@@ -40,6 +40,7 @@ class Weights(OrderedDict):
 
     kind: str  # words for a message, such as `the raw weights of resnet18`
     script: str = ""  # the script that wrote the file: see `find_script`
+    disorder: Sequence[str] = ()  # of `guard.find_disorder`, for the classes of the images to come
     classes: list[str] | None = None  # names of the classes, if the file has them
     options: dict[str, Any]  # the checkpoint's, with its `arch` as the model; empty for a bare state dict
     file: str = ""  # the name of the file
@@ -126,14 +127,15 @@ def _take(content: dict, key: str | None, source: str) -> Weights:
         # Otherwise a model of the claimed size would be built.
         if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise UserError(f"{source}: {name} claims to be larger than its stored bytes")
-    # n_averaged is a counter of torch's AveragedModel.
-    weights = Weights((_unwrap(name), tensor) for name, tensor in found.items() if name != "n_averaged")
+    # A Lightning module has its model under a name of its own. n_averaged is a counter of torch's AveragedModel.
+    own = "model." if "pytorch-lightning_version" in content else ""
+    weights = Weights((_unwrap(name.removeprefix(own)), each) for name, each in found.items() if name != "n_averaged")
     if len(weights) < len(found.keys() - {"n_averaged"}):
         raise UserError(f"{source} holds weights of one name twice, with and without a prefix")
     notes = getattr(found, "_metadata", None)
     if isinstance(notes, dict) and all(isinstance(each, dict) for each in notes.values()):
         # Modules need these to load weights that their older versions saved.
-        weights._metadata = {_unwrap(f"{name}.")[:-1]: each for name, each in notes.items()}
+        weights._metadata = {_unwrap(f"{name}.".removeprefix(own))[:-1]: each for name, each in notes.items()}
     return weights
 
 
@@ -145,8 +147,8 @@ def _unwrap(name: str) -> str:
 def find_script(content: dict) -> str:
     """Return the script that wrote a checkpoint, by its keys."""
     if "state_dict" in content:
-        is_examples = "best_acc1" in content or content.keys().isdisjoint({"version", "state_dict_ema", "args"})
-        return "pytorch-examples" if is_examples else "timm"
+        is_timms = "best_acc1" not in content and not content.keys().isdisjoint({"version", "state_dict_ema", "args"})
+        return "timm" if is_timms else "pytorch-examples" if "arch" in content else "another"
     if "model" in content:
         return "touchstone" if isinstance(content.get("args"), dict) else "torchvision"
     return BARE
@@ -158,8 +160,7 @@ def options_of(content: dict) -> dict[str, Any]:
     pytorch/examples call the model `arch`; timm's script writes the names of its models without timm/.
     """
     args = content.get("args")
-    options = vars(args) if isinstance(args, Namespace) else args
-    options = dict(options) if isinstance(options, dict) else {}
+    options = dict(vars(args) if isinstance(args, Namespace) else args if isinstance(args, dict) else {})
     if isinstance(args, Namespace) and {"val_resize_size", "val_crop_size", "interpolation"} <= options.keys():
         options |= {"mean": list(_TORCHVISIONS.mean), "std": list(_TORCHVISIONS.std)}
     is_timms = find_script(content) == "timm"

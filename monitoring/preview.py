@@ -11,7 +11,7 @@ import optim
 from checkpointing.published import read_weights, take_published_options
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import UserError
+from errors import UserError, counted
 from loading.forms import open_split
 from loading.remote import is_remote
 from loading.source import list_folder, minival_numbers
@@ -60,7 +60,7 @@ def preview(args: Any) -> str:
     lines = [
         about,
         *notes,
-        f"{args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {len(groups)} groups",
+        f"{args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {counted(len(groups), 'group')}",
         shards.arithmetic,
         f"{steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
         f"{num_images % args.global_batch_size} images left out of each epoch, different ones each time",

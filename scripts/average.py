@@ -155,7 +155,7 @@ def with_new_statistics(weights: Weights, options: argparse.Namespace) -> tuple[
     updated.options = {**trained.trained_with, "model": trained.args.model}
     updated.classes = trained.classes
     # Published weights name their classes in English, and folders are named otherwise.
-    if trained.is_published and len(images.classes) == len(trained.classes or ()):
+    if not trained.script and len(images.classes) == len(trained.classes or ()):
         updated.classes = list(images.classes)
     return updated, len(chosen)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import data
 import models
+from checkpointing.guard import find_disorder
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError, aligned, end_by, require_package, require_timm
@@ -48,7 +49,7 @@ sets:
   NAME=DIR        class folders, tars or a pack, as train.py reads them. A class folder bears the name of a class of
                   the checkpoint, or its number (ImageNetV2). Where the checkpoint knows no names, the folders in
                   alphabetical order are its classes, or synsets are looked up in a set that has them all or in timm;
-                  numbers are taken only if their order is alphabetical too (000, 001 ...).
+                  numbers (000 ...), and names if its script may be timm's, only if their natural order is the same.
                   If there are folders of some classes alone (ImageNet-A, -R), the scores of all other classes are
                   left out before anything is computed, as in the papers of these sets.
   --minival F     evaluate --set minival=DIR/train, the training images, only on those that train.py --minival F
@@ -105,7 +106,7 @@ def find_classes(each: ImageSet, trained: Trained, num_classes: int, whole: list
         UserError: a class is none of the model's, or cannot be told.
     """
     words, names = each.words, trained.classes
-    has_folder_names = names is not None and not trained.is_published
+    has_folder_names = names is not None and trained.script
     counts = Counter(names or [])
     known, found_by = {name: number for number, name in enumerate(names or []) if counts[name] == 1}, "name"
     if set(words) <= known.keys():
@@ -114,6 +115,8 @@ def find_classes(each: ImageSet, trained: Trained, num_classes: int, whole: list
         known, found_by = {word: int(word) for word in words}, "number"
         _check_numbers(each, num_classes, has_names=names is not None)
     elif not has_folder_names and len(words) == num_classes:
+        if differences := find_disorder(trained.script, words):
+            raise UserError(f"{each.given}: the checkpoint: {differences[0]}")
         known, found_by = {word: number for number, word in enumerate(words)}, "order"
     elif not has_folder_names:
         known, found_by = _number_synsets(words, num_classes, whole), "synset"
@@ -139,7 +142,7 @@ def _check_numbers(each: ImageSet, num_classes: int, *, has_names: bool) -> None
     if not has_names and num_classes > 10 and not has_zeros:
         raise UserError(
             f"{each.given}: the alphabetical order of its class folders, torchvision's, is not that of their numbers, "
-            "and the checkpoint holds no names; write leading zeros"
+            "and the checkpoint holds no names; write leading zeros if its order is that of the numbers"
         )
 
 

@@ -55,7 +55,7 @@ class Trained(NamedTuple):
     kind: str  # words for a message, such as `the raw weights of resnet18`
     trained_with: dict[str, Any]  # all options of its training or publication that the file holds
     origin: str  # words about where the preprocessing of its images comes from
-    is_published: bool  # the weights were given by their name; their classes have English names
+    script: str  # as of `weights.find_script`; none of weights given by their name, whose classes have English names
 
     @property
     def preset(self) -> ClassificationPresetEval:
@@ -130,7 +130,7 @@ def open_given(options: argparse.Namespace, *, is_predicting: bool = False) -> T
         model, description = open_graph(path, str(path))
         known = _options_in(description)
         args = config.resolve(argparse.Namespace(test_only=True, resume=str(path), synthetic=1, device="cpu", **known))
-        trained = Trained(model, args, description["classes"], description["weights"], known, _ORIGIN, False)
+        trained = Trained(model, args, description["classes"], description["weights"], known, _ORIGIN, "touchstone")
     else:
         trained = open_trained(options.checkpoint, model=options.model, is_average=options.ema, given=given)
     show_preprocessing(trained)
@@ -198,7 +198,7 @@ def build_trained(source: str, weights: Weights, model: str | None, given: Mappi
         raise UserError(f"{source} is of {name}, {WHY_TYPED}")
     built, args, origin = build_evaluated(source, model or name, weights, given, is_typed=model is not None)
     options = {**weights.options, **{option: getattr(args, option) for option in PREPROCESSING}}
-    return Trained(built, args, weights.classes, weights.kind, options, origin, not Path(source).is_file())
+    return Trained(built, args, weights.classes, weights.kind, options, origin, weights.script)
 
 
 def packed(description: dict[str, Any]) -> dict[str, str]:

@@ -269,9 +269,9 @@ def image_set(name: str, words: list[str]) -> ImageSet:
     return ImageSet(name, Folders(words))
 
 
-def found(each: ImageSet, names: list[str] | None, num_classes: int, sets=(), *, is_published=False):
+def found(each: ImageSet, names: list[str] | None, num_classes: int, sets=(), *, script="torchvision"):
     """Return the numbers of a set's classes in a model, and how they were found."""
-    trained = SimpleNamespace(classes=names, is_published=is_published)
+    trained = SimpleNamespace(classes=names, script=script)
     number_classes([each, *sets], trained, num_classes)
     return each.labels.tolist(), each.found_by
 
@@ -289,11 +289,11 @@ def test_classes_are_found_by_name_number_order_or_synset():
             found(image_set("v2", words), None, 12)
     assert found(image_set("v2", ["00", "02", "10"]), None, 12) == ([0, 2, 10], "number")
     assert found(image_set("v2", ["1", "9"]), None, 10) == ([1, 9], "number")
-    for names, is_published in [(None, False), (["crane", "kite", "crane", "tench"], True)]:
-        assert found(whole, names, 4, [part], is_published=is_published) == ([0, 1, 2, 3], "order")
-        assert found(part, names, 4, [whole], is_published=is_published) == ([0, 2], "synset")
+    for names, script in [(None, "torchvision"), (["crane", "kite", "crane", "tench"], "")]:
+        assert found(whole, names, 4, [part], script=script) == ([0, 1, 2, 3], "order")
+        assert found(part, names, 4, [whole], script=script) == ([0, 2], "synset")
         with pytest.raises(UserError, match="is none of the 4 classes"):
-            found(part, names, 4, is_published=is_published)
+            found(part, names, 4, script=script)
     with pytest.raises(UserError, match="n00000055"):
         found(image_set("other", [*synsets, "n00000055"]), synsets, 4, [whole])
 

@@ -3,13 +3,16 @@
 import importlib
 import re
 import shlex
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torchvision
 
 import config
 import options
 import other_scripts
+from checkpointing.published import resolve_weights
 from errors import UserError, find_timm_config
 from optim import lr_at
 
@@ -110,14 +113,19 @@ def test_a_whole_command_of_timms_means_the_same_here():
     ("--decay-epochs 2.4 --decay-rate .97 --sched step", "--lr-scheduler exponentiallr --lr-gamma 0.987389"),
     ("--lr-base 0.1 --opt adamw", "--lr 0.1 --opt timm/adamw --lr-scaling sqrt --lr-scaling-batch 256"),
     ("--drop-path 0.2 --dropout 0.1 --drop 0.3", "--stochastic-depth 0.2 --dropout 0.1 --drop 0.3"),
-    ("-a resnet18 --dist-backend nccl --multiprocessing-distributed --rank 0", "--model resnet18"),
+    ("-a resnet18 --dist-backend nccl --multiprocessing-distributed --rank 0",
+     "--model resnet18 --batch-size 256 --global-batch-size 256"),
+    ("-a vgg11 -b 64 --world-size 2", "--model vgg11 --batch-size 64 --global-batch-size 128"),
+    ("--recipe digits -a vgg11 -b 8", "--recipe digits --model vgg11 -b 8"), ("--apex --apex-opt-level O0", ""),
+    ("-p 1 --batch_size x", "--print-freq 1 --batch-size x"), ("--apex --apex-opt-level O1", "--amp"),
     ("--gp max --model-kwargs a=1 --model-kwargs b=2", "--model-kwargs a=1 b=2 global_pool=max"),
     ("--lr-base 0.1 --lr-base-size 512", "--lr 0.1 --lr-scaling-batch 512 --lr-scaling linear"),
     ("--recipe resnet50-v1 --crop-pct 0.9", "--recipe resnet50-v1 --val-resize-size PX"), ("--tta 2", "--eval-flip"),
     ("--input-size 3 96 64", "--in-chans C --train-crop-size H --val-crop-size H"), ("--output", "--output-dir DIR"),
     ("--sched poly --decay-rate 0.9", "--lr-scheduler polylr --lr-power 0.9"),
     ("e --batch_size 64 --epoch 3 -j8", "e --batch-size 64 --epoch 3 -j 8"),
-    ("--amp-dtype bfloat16 --native-amp", "--amp-dtype bfloat16 --amp"), ("--gpu 1 --fp16", "--device cuda:1 --amp"),
+    ("--amp-dtype bfloat16 --native-amp", "--amp-dtype bfloat16 --amp"),
+    ("--gpu 1 --fp16", "--device cuda:1 --amp --batch-size 256 --global-batch-size 256"),
     ("--sched cosin --dr 0.2", "--lr-scheduler NAME --lr-gamma 0.2"), ("--gaussian-blur-prob 0.2", "--blur-prob 0.2"),
     ("--reprob 0.2", "--random-erase 0.2 --random-erase-fill pixel"),
     ("--clip-grad 2 --clip-mode value", "--clip-grad-value 2"), ("--aa v0 --color-jitter 1", "--auto-augment timm/v0"),
@@ -132,7 +140,7 @@ def test_a_whole_command_of_timms_means_the_same_here():
      "--global-batch-size 1024 --lr-warmup-decay 0.0001"),
 ])  # fmt: skip
 def test_lines(line, expected):
-    assert translated(f"d {line}")[1].replace(" --no-decay-1d", "") == f"--data-path d {expected}"
+    assert translated(f"d {line}")[1].replace(" --no-decay-1d", "") == f"--data-path d {expected}".rstrip()
 
 
 @pytest.mark.parametrize(("line", "expected"), [
@@ -170,9 +178,25 @@ def test_the_resized_side_is_timms_for_the_models_own_size(model, share):
     assert timm.create_transform(**theirs).transforms[0].size == args.val_resize_size
 
 
-def test_under_torchrun_the_command_begins_with_it_and_counts_its_processes(torchrun):
-    error = torchrun(2, "--data-path", "d", "--grad-accum-steps", "4", "-b", "8").stderr
-    assert "torchrun --nproc_per_node=2 train.py --data-path d -b 8 --no-decay-1d --global-batch-size 64\n" in error
+# pytorch/examples: args.batch_size = int(args.batch_size / ngpus_per_node), 256 by default; --world-size is of nodes.
+@pytest.mark.parametrize(("line", "expected"), [
+    ("--data-path d --grad-accum-steps 4 -b 8", "--data-path d -b 8 --no-decay-1d --global-batch-size 64"),
+    ("-a vgg11 --world-size 1 D", "--model vgg11 --data-path D --batch-size 128 --global-batch-size 256"),
+    ("-a vgg11 -b 65 D", "--model vgg11 --batch-size 32 --global-batch-size 64 --data-path D"),
+])  # fmt: skip
+def test_under_torchrun_the_command_begins_with_it_and_counts_its_processes(torchrun, line, expected):
+    assert f"torchrun --nproc_per_node=2 train.py {expected}\n" in torchrun(2, *line.split()).stderr
+
+
+@pytest.mark.filterwarnings("error:Arguments other than a weight enum")
+def test_pretrained_is_what_torchvisions_own_pretrained_loads():
+    for name in torchvision.models.list_models(module=torchvision.models):
+        with pytest.raises((UserWarning, ValueError)) as caught:  # before anything is loaded
+            torchvision.models.get_model_builder(name)(pretrained=True)
+        expected = re.search(r"passing `weights=(\w+\.\w+)`|No weights available", str(caught.value))[1]
+        args = config.parse_args(translated(f"-a {name} --pretrained -e D")[1].split())
+        with nullcontext() if expected else pytest.raises(UserError, match="no weights of torchvision's"):
+            assert str(resolve_weights(args)) == expected
 
 
 def test_names_of_an_option_given_twice_add_up():

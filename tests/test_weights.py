@@ -1,18 +1,22 @@
 """Files of weights: as torchvision, pytorch/examples, timm, the hub and safetensors have them, and of other sizes."""
 
 import argparse
+import itertools
 import os
 import pickle
+import random
 from types import SimpleNamespace
 
 import huggingface_hub
+import numpy
 import pytest
 import timm
 import torch
 import torchvision
 from safetensors.torch import save_file
+from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
-from timm.utils import CheckpointSaver, ModelEmaV3
+from timm.utils import CheckpointSaver, ModelEmaV3, natural_key
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision.models.vision_transformer import interpolate_embeddings
@@ -20,10 +24,12 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 import config
 import models
 import utils
+from checkpointing.guard import find_disorder
 from checkpointing.weights import fetch_from_hub, load_weights
 from errors import UserError
 from scripts.trained import open_trained
 from tests.images import write_images
+from tests.ranks import run_ranks, tool_rank
 from tests.started import SMALL, SMALL_ANYWHERE, Hostile, refused, run_train
 
 
@@ -63,6 +69,10 @@ SCRIPTS = {
     "compiled in DDP": lambda model: Wrapped(torch.compile(model)).state_dict(),
     "DDP, compiled": lambda model: torch.compile(Wrapped(model)).state_dict(),
     "a bare average": lambda model: AveragedModel(model).state_dict(),
+    "PyTorch's tutorial": lambda model: {"epoch": 3, "model_state_dict": model.state_dict(), "loss": torch.tensor(0.4)},
+    "Lightning": lambda model: {
+        "pytorch-lightning_version": "2.5.0", "state_dict": nn.ModuleDict({"model": torch.compile(model)}).state_dict(),
+    },
     "torchvision": lambda model: {
         "model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters(), 0.1).state_dict(),
         "lr_scheduler": {"last_epoch": 3}, "epoch": 3, "args": NAMESPACE, "model_ema": averaged(model).state_dict(),
@@ -139,6 +149,8 @@ def test_code_beside_or_in_a_namespace_is_refused(tmp_path, place, is_old):
     ({"model": {"weight": argparse.Namespace()}}, "holds no weights as `model`"),
     (argparse.Namespace(model={}), "holds a Namespace, not a checkpoint"),
     ({"epoch": 3}, "holds no weights: expected a state dict, or a checkpoint with one as model or state_dict"),
+    ({"state_dict": {"a": torch.ones(1)}, "best": numpy.float64(0.5)}, r"numbers of numpy \(.* save float\(x\) or"),
+    ({"state_dict": {"a": torch.ones(1)}, "curve": numpy.arange(3)}, r"numbers of numpy \(numpy.* or x.tolist\(\)"),
     ({"module.a": torch.zeros(1), "a": torch.ones(1)}, "holds weights of one name twice"),
 ])  # fmt: skip
 def test_a_file_without_weights_is_refused(tmp_path, content, words):
@@ -155,6 +167,48 @@ def test_a_file_that_torch_never_wrote_is_refused_for_that_and_without_a_warning
         (tmp_path / "w.pth").write_bytes(content)
         with pytest.raises(UserError, match=reason):
             load_weights(tmp_path / "w.pth")
+
+
+def test_an_order_is_doubtful_where_timms_is_another():
+    for seed in range(300):
+        names = sorted({"".join(random.Random(3 * seed + each).choices("aB1029-_", k=3)) for each in range(3)})
+        found = [bool(find_disorder(script, names)) for script in ("timm", "another", "torchvision")]
+        assert found == [sorted(names, key=natural_key) != names] * 2 + [False]
+
+
+@pytest.mark.parametrize("name", ["timm.pth", "w.safetensors", "torchvision.pth"])
+def test_classes_without_names_are_in_the_order_of_the_script_or_refused(tmp_path, name):
+    """A model that always answers its class 1 hits folder 2 if it is timm's, and folder 10 if it is torchvision's."""
+    images = write_images(tmp_path, {split: [2, 6, 2, 1, 1] for split in ("train", "val")})
+    folders, path = {}, tmp_path / name
+    for split, (place, folder) in itertools.product(("train", "val"), enumerate(["1", "2", "10", "ant", "Cat"])):
+        folders[images / split / folder] = f"{place}-{folder}"
+        (images / split / f"class{place}").rename(images / split / folder)
+    model, args = timm.create_model("test_resnet", num_classes=5), argparse.Namespace(model="test_resnet", img_size=32)
+    model.fc.weight.data[:], model.fc.bias.data[:] = 0, 9 * torch.eye(5)[1]
+    CheckpointSaver(model, torch.optim.SGD(model.parameters()), args=args)._save(tmp_path / "timm.pth", 0)
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    torch.save({"model": model.state_dict()}, tmp_path / "torchvision.pth")
+    by_torchvision = 100 * torchvision.datasets.ImageFolder(images / "val").targets.count(1) / 12
+    by_timm = 100 * [label for _, label in find_images_and_targets(str(images / "val"))[0]].count(1) / 12
+    argv = ["--data-path", images, *SMALL_ANYWHERE, "--batch-size", 4, "--epochs", 1, "--output-dir", tmp_path / "out"]
+    tested = [*argv, "--test-only", "--weights", path]
+    tool = [path, "--set", f"val={images / 'val'}", *SMALL_ANYWHERE[-2:], "--val-crop-size=32", "--val-resize-size=32"]
+
+    def doors():
+        yield run_train(tmp_path, *tested)
+        yield run_ranks(tool_rank, 1, "evaluate", [*tool, "--device", "cpu"], None, None, log_folder=tmp_path)
+        yield run_train(tmp_path, *argv, "--weights", path)
+        yield run_train(tmp_path, *argv, "--teacher" if name == "timm.pth" else "--weights", path, "--overwrite")
+
+    assert f"Acc@1 {by_torchvision:.3f}" in run_train(tmp_path, *tested, "--allow-change", "data").check().output
+    expected = by_torchvision
+    if name != "torchvision.pth":
+        assert all(each.codes == [2] and "class 1 is 2 in the checkpoint, 10 now" in each.output for each in doors())
+        expected = by_timm
+        for folder, advised in folders.items():
+            folder.rename(folder.with_name(advised))
+    assert all(f"{expected:.3f}" in each.check().output for each in itertools.islice(doors(), 2))
 
 
 # What averaging and storing give is compared with torchvision's own in tests/test_torchvision_script.py.
