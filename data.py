@@ -235,7 +235,7 @@ def check_classes(dataset: Dataset, dataset_test: Dataset) -> None:
     """Raise UserError if the classes of two sets differ."""
     here, there = dataset.classes, dataset_test.classes
     if here != there:
-        names = ", ".join(sorted(set(here) ^ set(there))[:3])
+        names = ", ".join(sorted(set(here) ^ set(there))[:3]) or "in their order"
         raise UserError(
             f"{dataset.root} has {len(here)} classes and {dataset_test.root} has {len(there)}, and they differ "
             f"({names}); both need one folder for each class, and lists that lack one a classes.txt"

@@ -33,19 +33,21 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _LARGEST_JSON = 1 << 24
 
 
-def open_regular(path: Path, flags: int, *, follows_links: bool = True) -> int:
+def open_regular(path: str | Path, flags: int, *, follows_links: bool = True, dir_fd: int | None = None) -> int:
     """Return a descriptor of a regular file; a pipe or a device is refused, and never waited for.
 
+    No link is followed to write: it may lead to a file outside the folder, which somebody else chose.
+
     Raises:
-        IsADirectoryError: it exists and is no regular file.
-        OSError: it cannot be opened, or is a link that is not followed.
+        IsADirectoryError: it exists and is no regular file, or is a link that is not followed.
+        OSError: it cannot be opened.
     """
-    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links and not flags & os.O_ACCMODE else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags, 0o666)
+        descriptor = os.open(path, flags, 0o666, dir_fd=dir_fd)
     except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ELOOP):  # a pipe without a reader, a circle of links
-            raise IsADirectoryError(errno.EISDIR, "is not a file", str(path)) from error
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # a pipe without a reader, a link
+            raise IsADirectoryError(errno.EISDIR, f"{Path(path).name} is a link or no file", str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

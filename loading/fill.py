@@ -9,7 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from errors import ImageError, UserError
+from errors import ImageError, UserError, one_line
+from files import open_regular
 from loading.remote import RemotePack
 
 # Most bytes of one request.
@@ -43,7 +44,7 @@ def chunks(pack: RemotePack) -> Iterator[tuple[int, int]]:
 
 def fill(pack: RemotePack) -> None:
     """Fetch what the cache lacks until it is full or nobody wants it, unless another process is at it already."""
-    with open(pack.cache.folder / "filling", "w") as lock:
+    with open(open_regular(pack.cache.folder / "filling", os.O_RDWR | os.O_CREAT), "r+b") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -64,8 +65,8 @@ def main() -> None:
         # All are opened first: once a client has threads, no process can be forked that reads an index.
         for pack in [RemotePack(split=split, **options) for split in options.pop("splits")]:
             fill(pack)
-    except (ImageError, UserError) as error:
-        print(f"filling the cache has ended: {error}", file=sys.stderr, flush=True)
+    except (ImageError, UserError, OSError) as error:
+        print(one_line(f"filling the cache has ended: {error}"), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy
 
 from distributed import signals
-from errors import ImageError, UserError, require_package
+from errors import ImageError, UserError, explain_limit, one_line, require_package
 from files import open_regular
 from loading.index import ArraySource
 from loading.source import digest
@@ -46,10 +46,14 @@ _CHUNK_BYTES, _TRANSFER_S = 8 << 20, 600.0
 # Images that a process fetches at once: at 50 ms each, 64 are 1,280 a second, more than it decodes.
 _AT_ONCE = 64
 
+# Bytes of an image in the columns.
+_ROW_BYTES = sum(numpy.dtype(kind).itemsize for kind in COLUMNS.values())
+
 # The default cache leaves this share of the disk free.
 _FREE_SHARE = 0.1
 
-_MAX_INDEX_BYTES = 1 << 30
+# Most bytes of an index, of its first line, and unpacked (ImageNet-21k's would have 170, 0.5 and 770 MB).
+_MAX_INDEX_BYTES, _MAX_HEAD_BYTES, _MAX_UNPACKED_BYTES = 1 << 28, 1 << 24, 1 << 30
 
 T = TypeVar("T")
 
@@ -84,20 +88,42 @@ def encode_index(facts: dict[str, Any], names: numpy.ndarray, columns: dict[str,
 def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndarray, dict[str, numpy.ndarray]]:
     """Return the arguments of `encode_index`; UserError if the content is no such index. `where` names it."""
     try:
-        head, _, body = gzip.decompress(content).partition(b"\n")
+        unpacker = zlib.decompressobj(31)  # its output has a limit, and that of `gzip.decompress` none
+        head, _, body = unpacker.decompress(content, _MAX_HEAD_BYTES).partition(b"\n")
         facts = json.loads(head)
         if facts["format"] != FORMAT:
-            raise ValueError(f"format {facts['format']!r}, expected {FORMAT!r}")
-        number, start = facts["images"], facts["images"] * facts["width"]
-        names, columns = numpy.frombuffer(body, f"S{facts['width']}", number), {}
+            raise ValueError(f"format {facts['format']!r:.40}, expected {FORMAT!r}")
+        number, width = facts["images"], facts["width"]
+        if not (type(number) is type(width) is int and min(number, width) > 0):
+            raise ValueError("its number of images is none")
+        start, length = number * width, number * (width + _ROW_BYTES)
+        body += unpacker.decompress(unpacker.unconsumed_tail, max(min(length, _MAX_UNPACKED_BYTES) - len(body), 0) + 1)
+        if len(body) != length or not unpacker.eof or unpacker.unused_data:
+            raise ValueError("its length is another one")
+        names, columns = numpy.frombuffer(body, f"S{width}", number), {}
         for name, kind in COLUMNS.items():
             columns[name] = numpy.frombuffer(body, kind, number, start)
             start += columns[name].nbytes
-        if start != len(body):
-            raise ValueError("its length is another one")
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        _check_places(facts["classes"], facts["shards"], columns)
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, zlib.error) as error:
         raise UserError(f"{where} is no index of this version ({error}); pack again: python -m scripts.pack") from error
     return facts, names, columns
+
+
+def _check_places(classes: list[str], files: list[dict], columns: dict[str, numpy.ndarray]) -> None:
+    """Raise an error, such as ValueError, unless an index's classes and shards are some, and every image is of one."""
+    texts, lengths = [*classes, *(each["sha256"] for each in files)], [each["bytes"] for each in files]
+    if classes != sorted({*classes}) or {*map(type, texts)} != {str} or {*map(type, lengths)} != {int}:
+        raise ValueError("its classes or shards are none")
+    if (
+        not all(re.fullmatch(r"[\w.-]+", each["file"]) for each in files)
+        or not 0 < min(lengths) <= sum(lengths) < 1 << 60
+    ):
+        raise ValueError("its shards have no names or sizes")
+    labels, shards, offsets, sizes, _ = columns.values()
+    is_known = min(map(numpy.min, columns.values())) >= 0 and labels.max() < len(classes) and shards.max() < len(files)
+    if not is_known or (offsets > numpy.array(lengths)[shards] - sizes).any():
+        raise ValueError("an image is of no class, or lies in no shard")
 
 
 class HttpStore:
@@ -113,7 +139,8 @@ class HttpStore:
         """Return `size` bytes of a file from `start`, or all of it, and the length of the whole, by one request.
 
         Raises:
-            UserError: it will never succeed: no such file, no right to read it, or a server without ranged reads.
+            UserError: it will never succeed: no such file, no right to read it, more bytes than were asked for or than
+                an index has, too many open files, or a server without ranged reads.
             _PassingError: it may succeed later.
         """
         where = f"{self.url.geturl()}/{name}"
@@ -122,18 +149,18 @@ class HttpStore:
             path = f"{urllib.parse.quote(self.url.path, safe='/%')}/{urllib.parse.quote(name)}"
             response = self._connect().getresponse_of(path, headers)
             is_wanted = response.status == (200 if size is None else 206)
-            content = _read_body(response) if is_wanted else b""
+            content = _read_body(response, where, size or _MAX_INDEX_BYTES) if is_wanted else b""
             self._local.connection = self._local.connection if is_wanted else None
         except ssl.SSLCertVerificationError as error:
             raise UserError(f"{where}: {error.verify_message}; SSL_CERT_FILE=FILE trusts those in it") from error
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
             self._local.connection = None
-            raise _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            raise explain_limit(error) or _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         if is_wanted and size is None:
             return content, len(content)
         if is_wanted:
             whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
-            return content, int(whole) if whole.isdecimal() else None
+            return content, int(whole) if whole.isdecimal() and len(whole) < 20 else None
         if response.status == 200:
             raise UserError(
                 f"{where}: the server sends whole files where a range is asked for; use one that has ranges"
@@ -149,12 +176,14 @@ class HttpStore:
         return known
 
 
-def _read_body(response: http.client.HTTPResponse) -> bytes:
-    """Return the body of an answer; OSError if it comes too slowly, HTTPException if it is truncated."""
+def _read_body(response: http.client.HTTPResponse, where: str, most: int) -> bytes:
+    """Return the body of an answer; OSError if it is too slow, HTTPException if truncated, UserError if too long."""
     parts, num_bytes, begin = [], 0, time.monotonic()
     while part := response.read1(1 << 20):
         parts.append(part)
         num_bytes += len(part)
+        if num_bytes > most:
+            raise UserError(f"{where}: the server sends more than {most:,} bytes; is it a pack of scripts.pack?")
         if time.monotonic() > begin + _SILENCE_S + num_bytes / _SLOWEST:
             raise TimeoutError(f"only {num_bytes:,} bytes came in {time.monotonic() - begin:.0f} s")
     if response.length:
@@ -216,8 +245,10 @@ class ObjectStore:
                 self._store, self._pid = self._connect(read_timeout=f"{_SILENCE_S:.0f}s"), os.getpid()
             if size is not None:
                 return bytes(self.package.get_range(self._store, name, start=start, length=size)), None
-            content = bytes(self.package.get(self._store, name).bytes())
-            return content, len(content)
+            answer = self.package.get(self._store, name)
+            if answer.meta["size"] > _MAX_UNPACKED_BYTES:
+                raise UserError(f"{self.url}/{name}: it has {answer.meta['size']:,} bytes, which are too many")
+            return bytes(answer.bytes()), answer.meta["size"]
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, whole or not at all."""
@@ -254,23 +285,24 @@ class ObjectStore:
                 "40[0134] [A-Z][A-Za-z ]+", str(error)
             ):  # of lists, they have no classes of their own
                 raise _refusal(where, int(missing[0][:3]), missing[0]) from error
-            raise _PassingError(str(error).splitlines()[0][:200]) from error
+            raise explain_limit(RuntimeError(error)) or _PassingError(str(error).splitlines()[0][:200]) from error
 
 
 def open_store(url: str) -> HttpStore | ObjectStore:
-    """Return the store of an address; UserError if it cannot be one."""
+    """Return the store of an address; UserError, without what may be a password, if it cannot be one."""
+    shown = re.sub("://.*[@?#].*", "://...", url, flags=re.DOTALL)
     try:
         parts = urllib.parse.urlsplit(url)
-        _ = parts.port, (parts.hostname or "").encode("idna")
+        host, _ = (parts.hostname or "").encode("idna").decode(), parts.port
     except ValueError as error:
-        raise UserError(f"{url}: it is no address ({error})") from error
+        raise UserError(f"{shown}: it is no address" + f" ({error})" * (shown == url)) from error
     if parts.username or parts.password or parts.query or parts.fragment:
         raise UserError(
-            f"{parts.scheme}://{parts.hostname}...: leave user, password and what follows a ? out; "
+            f"{parts.scheme}://{host}...: leave user, password and what follows a ? out; "
             "credentials are taken from the environment"
         )
-    if not parts.netloc or parts.scheme not in ("http", "https", "s3", "gs", "az"):
-        raise UserError(f"{url}: expected https://, http://, s3://, gs:// or az://, and the pack's place")
+    if not re.fullmatch(r"[^\0-\x20\x7f]+", host) or parts.scheme not in ("http", "https", "s3", "gs", "az"):
+        raise UserError(f"{shown}: expected https://, http://, s3://, gs:// or az://, a host, and the pack's place")
     return (HttpStore if parts.scheme.startswith("http") else ObjectStore)(url.rstrip("/"))
 
 
@@ -289,7 +321,7 @@ def with_patience(
             return work()
         except _PassingError as error:
             if time.monotonic() > begin + _QUIET_S and not is_said:
-                print(f"{where}: {error}; trying again for {timeout_s:g} s", file=sys.stderr, flush=True)
+                print(one_line(f"{where}: {error}; trying again for {timeout_s:g} s"), file=sys.stderr, flush=True)
                 is_said = True
             left = begin + timeout_s - time.monotonic()
             if left <= 0 or signals.is_stop_asked():
@@ -327,7 +359,7 @@ def in_child(work: Callable[[], bytes]) -> bytes:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as file:
-        content = file.read(_MAX_INDEX_BYTES)
+        content = file.read()
     os.waitpid(child, 0)
     if content[:1] == b"+":
         return content[1:]
@@ -340,7 +372,8 @@ class Cache:
 
     Data are written before the image's byte, and every read is checked by the CRC-32 of the index: so a kill, a full
     disk or another process can leave nothing that is believed wrongly. Nothing is evicted: images are kept in the order
-    of the shards as far as the limit goes. Any number of processes share it without locks.
+    of the shards as far as the limit goes. Any number of processes of one user share it without locks; others could put
+    links and images there, and a CRC-32 is no proof against people.
 
     Args:
         folder: the folder of this split.
@@ -349,16 +382,19 @@ class Cache:
         gib: the most that is kept; None for what the disk has, less a tenth.
 
     Raises:
-        UserError: the folder cannot be made.
+        UserError: the folder cannot be made, is another user's, or others may write to it.
     """
 
     def __init__(self, folder: Path, offsets: numpy.ndarray, sizes: numpy.ndarray, gib: float | None) -> None:
         self.folder, self.offsets, self.sizes = folder, offsets, sizes
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._data, self._there = (
-                open_regular(folder / name, os.O_RDWR | os.O_CREAT) for name in ("data", "there")
-            )
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            status, flags = os.fstat(opened), os.O_RDWR | os.O_CREAT
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise UserError(f"--cache {folder}: others own it, or may write to it; give a folder of your own")
+            self._data, self._there = (open_regular(name, flags, dir_fd=opened) for name in ("data", "there"))
+            os.close(opened)
         except OSError as error:
             raise UserError(f"--cache {folder} cannot be used: {error.strerror}; give another folder") from error
         limit = float("inf") if gib is None else gib * 2**30

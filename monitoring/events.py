@@ -32,7 +32,7 @@ class EventFile:
         earlier = own_files(folder, EVENT_FILES)
         path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
-            self._file = RecordWriter(open(path, "wb"))  # noqa: SIM115
+            self._file = RecordWriter(open(path, "xb"))  # noqa: SIM115
             self._write(file_version="brain.Event:2")
             # Makes a running TensorBoard forget the earlier files.
             self._write(session_log=SessionLog(status=SessionLog.START))

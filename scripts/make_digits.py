@@ -24,7 +24,7 @@ def write_digits(folder: Path) -> None:
     except ImportError as error:
         raise UserError("scikit-learn, which ships the digits, is missing; pip install scikit-learn") from error
     for path in [*folder.glob("train/**/*"), *folder.glob("val/**/*")]:
-        if not re.fullmatch(r"(train|val)/\d(/digit-\d{4}\.png)?", str(path.relative_to(folder))):
+        if not re.fullmatch(r"(train|val)/\d(/digit-\d{4}\.png)?", str(path.relative_to(folder))) or path.is_symlink():
             raise UserError(f"{path} is not one of these digits, and stays; choose a new or empty folder")
     digits = load_digits()
     counts, seen = Counter(), Counter()

@@ -226,7 +226,7 @@ class Bucket:
 
     def __init__(self, url: str) -> None:
         if url.startswith("http"):
-            raise UserError(f"{url}: a pack is written to a folder, s3://, gs:// or az://; a web server takes a copy")
+            raise UserError("OUT: a pack is written to a folder, s3://, gs:// or az://; a web server takes a copy")
         self.store, self.url = open_store(url), url.rstrip("/")
 
     def __str__(self) -> str:

@@ -297,6 +297,8 @@ class Split:
     def _begin(self) -> None:
         """Make the folder, or find that an interrupted run has begun it from the same source."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if links := [path for path in (self.partial, self.folder, *self.folder.iterdir()) if path.is_symlink()]:
+            raise UserError(f"{links[0]} is a link, through which files elsewhere would be written; remove it")
         record = self.partial / "source.json"
         facts = json.dumps([*(str(path.resolve()) for path in self.files), self.num_bytes])
         begun = read_bytes(record).decode(errors="replace") if record.exists() else facts

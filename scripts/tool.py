@@ -63,9 +63,9 @@ def positive(text: str) -> int:
 
 
 def given_path(text: str) -> Path:
-    """Return a path; refuse an empty one, which would mean the current folder; an argparse type."""
-    if not text:
-        raise argparse.ArgumentTypeError("expected a path, and it is empty; . is the current folder")
+    """Return a path; refuse an empty one, which would mean the current folder, and an address; an argparse type."""
+    if not text or text.partition("/")[0].endswith(":"):  # whose password is not repeated
+        raise argparse.ArgumentTypeError("expected a path, and it is empty or an address; . is the current folder")
     return Path(text)
 
 

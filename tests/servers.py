@@ -55,6 +55,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.connection.close()
             self.close_connection = True
             return
+        if fault == "endless":
+            self.send_response(200 if self.headers.get("Range") is None else 206)
+            self.end_headers()
+            self.close_connection = True
+            self.wfile.writelines(bytes(1 << 20) for _ in range(1 << 11))
+            return
         if fault in ("silent", "slow"):
             time.sleep(0.6 if fault == "silent" else 0.02)
             self.close_connection = fault == "silent"

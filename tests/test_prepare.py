@@ -151,6 +151,15 @@ def test_what_is_in_the_way_is_named_and_kept(kaggle, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_no_link_in_a_half_leads_out_of_it(kaggle, tmp_path):
+    half, elsewhere = tmp_path / "out" / "train.partial" / "train", tmp_path / "elsewhere"
+    half.mkdir(parents=True)
+    (elsewhere / "mine").mkdir(parents=True)
+    (half / "n00000001").symlink_to(elsewhere)
+    assert f"{half / 'n00000001'} is a link" in error_line(run(tmp_path, kaggle, tmp_path / "out"))
+    assert os.listdir(elsewhere) == ["mine"]
+
+
 def test_files_on_the_same_disk_take_no_space(kaggle, tmp_path):
     run(tmp_path, kaggle, tmp_path / "linked").check()
     for path in (kaggle / "ILSVRC").rglob("*.JPEG"):

@@ -1,14 +1,17 @@
 """Packs behind an address: the bytes, order and bits of the local pack, whatever the network, the disk and kills do."""
 
 import errno
+import gzip
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -198,11 +201,112 @@ def test_an_object_that_changed_and_a_server_without_ranges_are_refused(server, 
     ("https://me:secret@host/pack", "https://host...: leave user, password and what follows a ? out"),
     ("https://host/pack?sig=secret", "https://host...: leave user"), ("ftp://host/pack", "expected https://, http://"),
     ("s3://", "and the pack's place"), ("http://host:abc/p", "it is no address"), ("http://a..b/p", "it is no address"),
+    ("http://me:secret@[::1/p", "http://...: it is no address"), ("https://me:secret@h:99999/p", "https://...: it is"),
+    ("http://me:secr/et@h/p", "http://...: it is no address"), ("ftp://me:secret@h/p", "ftp://h...: leave user"),
+    ("https://me:secret@/p", "https://...: leave user"), ("https://@/p", "https://...: expected https://"),
+    ("http://a b/p", "a host, and the pack's place"),
 ])  # fmt: skip
 def test_an_address_that_cannot_be_is_one_line_without_its_secrets(started, tmp_path, url, words):
     outcome = run_train(tmp_path, *started.argv, "--data-path", url, "--output-dir", tmp_path / "out")
     refused(outcome, words)
     assert "secret" not in outcome.output
+
+
+@pytest.mark.parametrize("argv", [["pack", "out", "--short-side", 8, "--data-path"], ["report"]])
+def test_a_tool_that_reads_paths_refuses_an_address(tmp_path, argv):
+    outcome, _ = run_tool(tmp_path, *argv, "http:/me:secret@host/p", code=2)
+    assert "expected a path, and it is empty or an address" in outcome.output
+    assert "secret" not in outcome.output
+
+
+def facts(name, *values):
+    changes = {f"{name} {value}": {name: value} for value in values}
+    return {
+        key: lambda _, body, it=it: (json.dumps({**json.loads(_), **it}).encode(), body) for key, it in changes.items()
+    }
+
+
+def column(name, begin, width, *values):
+    """Return changes of the last of 29 images in the column that begins so many bytes an image before the end."""
+    new, end = {f"{name} {each}": each.to_bytes(width, "little", signed=True) for each in values}, 29 * (width - begin)
+    return {key: lambda _, body, it=it: (_, body[: end - width] + it + body[end:]) for key, it in new.items()}
+
+
+SHARD = {"file": "train-000000.tar", "bytes": 51_200, "sha256": ""}
+SHARDS = [[SHARD | {key: value}] * 9 for key, value in [("file", 3), ("file", "../\ud800"), ("sha256", None), *(
+    ("bytes", value) for value in ("9", -1, 1.5, 2**70))]]  # fmt: skip
+HOSTILE = {
+    **column("label", 24, 4, 2**31 - 1, -1, 1000), **column("shard", 20, 4, 9, -1), **column("size", 8, 4, -1),
+    **column("offset", 16, 8, -1, 51_200, 2**63 - 1), **facts("images", 2.0, "9", None, -29, 0, 2**40, True),
+    **facts("classes", 3, "abc", [1, 2, 3], [["a"]] * 3, list("cba"), []),
+    **facts("shards", 3, "abc", {}, [], [[]], [None], *SHARDS), "deep": lambda _, body: (b"[" * 100_000, body),
+    "5,000 digits": lambda _, body: (_.replace(b"29", b"9" * 5000), body),
+    "a field is missing": lambda _, body: (_.replace(b'"width"', b'"wide"'), body),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_index_is_one_line(server, tmp_path, kind):
+    path = server.folder / "train.index.gz"
+    path.write_bytes(gzip.compress(b"\n".join(HOSTILE[kind](*gzip.decompress(path.read_bytes()).split(b"\n", 1)))))
+    with pytest.raises(UserError, match=r"train.index.gz is no index of this version \("):
+        open_pack(server, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["bomb", "bomb behind its facts", "endless"])
+def test_an_index_without_end_is_one_line_in_a_gibibyte(server, tmp_path, kind):
+    packer, path = zlib.compressobj(9, zlib.DEFLATED, 31), server.folder / "train.index.gz"
+    head = gzip.decompress(path.read_bytes()).split(b"\n", 1)[0] + b"\n" if kind != "bomb" else b""
+    begin = packer.compress(head) + packer.flush(zlib.Z_FULL_FLUSH)
+    path.write_bytes(begin + (packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)) * 512)  # 8 GiB
+    server.always = "endless" if kind == "endless" else None
+    script = (
+        "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 30, 1 << 30)); from loading.remote import RemotePack;"
+    )
+    command = [sys.executable, "-c", f"{script} RemotePack({server.url!r}, 'train', {str(tmp_path)!r})"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    words = "sends more than 268,435,456 bytes" if kind == "endless" else "is no index of this version"
+    assert words in done.stderr.splitlines()[-1]
+
+
+def test_more_bytes_than_a_range_and_too_many_open_files_are_not_tried_again(server, tmp_path):
+    ours, begin = open_pack(server, tmp_path, cache_gib=0), time.monotonic()
+    server.always, limits = "endless", resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.raises(ImageError, match="the server sends more than"):
+        ours.read(3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    ours.expect([3])  # by threads, whose connections are new
+    with pytest.raises(ImageError, match="Too many open files; raise `ulimit -n`"):
+        ours.read(3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert time.monotonic() - begin < 15
+
+
+@pytest.mark.parametrize("name", ["data", "there", "filling", ""])
+def test_no_link_in_a_cache_is_followed(server, tmp_path, name):
+    data = open_pack(server, tmp_path).cache.folder / "data"
+    assert data.parent.stat().st_mode & 0o777 == 0o700
+    victim = data.parent.rename(tmp_path / "elsewhere") / "data"
+    victim.write_bytes(b"mine")
+    if name:
+        data.parent.mkdir()
+    (data.parent / name).symlink_to(victim if name else victim.parent)
+    assert filler_of(server, tmp_path).wait(60) == 0
+    if name != "filling":
+        with pytest.raises(UserError, match=f"{name} is a link or no file" if name else "Not a directory"):
+            open_pack(server, tmp_path)
+    assert victim.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(("owner", "mode"), [(-1, 0o770), (-1, 0o707), (65534, 0o700)])
+def test_a_cache_that_others_can_write_to_is_refused(server, tmp_path, owner, mode):
+    if owner > 0 and os.geteuid():
+        pytest.skip("only root can give a folder away")
+    folder = open_pack(server, tmp_path).cache.folder
+    folder.chmod(mode)
+    os.chown(folder, owner, -1)
+    with pytest.raises(UserError, match="others own it, or may write to it; give a folder of your own"):
+        open_pack(server, tmp_path)
 
 
 def cache_files(tmp_path, split="train"):
@@ -270,6 +374,16 @@ def test_the_filler_fills_and_then_nothing_is_asked_for(server, packed, tmp_path
     ours = open_pack(server, tmp_path)
     assert [ours.read(n) for n in range(29)] == local_bytes(packed)
     assert len([1 for _, again, _ in server.requests if again]) == len(asked)
+
+
+def test_the_filler_ends_with_a_line_where_the_disk_fails(server, tmp_path):
+    script = (
+        "import os, sys; from tests.test_remote import fails_with; os.pread = fails_with(5); import loading.fill as f"
+    )
+    options = json.dumps({"url": server.url, "splits": ["train"], "cache": str(tmp_path / "cache")})
+    command = [sys.executable, "-c", f"{script}; f.main()", options]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.read() == "filling the cache has ended: [Errno 5] Input/output error\n"
 
 
 def test_the_filler_does_without_torch():

@@ -311,6 +311,21 @@ def test_a_second_run_is_refused_by_the_name_of_the_first_or_waits_for_its_end(s
     thread.join()
 
 
+@pytest.mark.parametrize("names", [[".lock"], ["metrics.jsonl", "log.txt", "status.json", "run.json", "recipe.toml"]])
+def test_no_link_in_the_output_folder_is_written_through(started, tmp_path, names):
+    victim, out = tmp_path / "victim", started.copy(tmp_path / "out")
+    victim.write_text("mine")
+    for name in names:
+        (out / name).unlink()
+        (out / name).symlink_to(victim)
+    outcome = started.go_on(tmp_path, out, "--resume", "auto")
+    assert victim.read_text() == "mine"
+    if names == [".lock"]:
+        refused(outcome, f".lock is a link or no file in {out}")
+    else:
+        assert "log.txt is a link or no file; training continues" in outcome.check().output
+
+
 # Bits
 
 
