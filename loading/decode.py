@@ -203,7 +203,7 @@ def load_image(payload: bytes) -> Image.Image:
     them at 255. `info["bits"]` tells their number, or is 0 where they are not more.
     """
     image = open_image(payload)
-    bits = 16 if re.search(";16[BLN]", str(image.tile)) else 0  # of colours, too
+    bits = 16 if re.search(";16[BLN]|'RGB', 65535", str(image.tile)) else 0  # of colours, too
     with _blaming_bytes(image.width * image.height):
         image.load()
         image.info["bits"] = bits = grey_bits(image) or bits
@@ -220,7 +220,7 @@ def unused_range(source: Any) -> str:
                 ends += sum(to_mode(image).getextrema(), ()) if image.info["bits"] else ()
     low, high = min(ends, default=0), max(ends, default=255)
     share = f"{(high - low + 1) / 256:.0%} of their range: loaded, their pixels are {low} to {high} of 255"
-    return f"samples of more than 8 bits use {share}; scale files of 12-bit samples to 16" if high - low < 64 else ""
+    return f"samples of more than 8 bits use {share}; scale 12-bit samples in files of 16 bits" if high - low < 64 else ""
 
 
 def _scale_grey(image: Image.Image, bits: int) -> Image.Image:

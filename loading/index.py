@@ -30,7 +30,7 @@ CLASSES = "classes.txt"
 _FORMAT = "touchstone image index 5"
 
 # Hidden files and folders, and folders that macOS, Synology and Windows leave behind; and what removes such.
-_HIDDEN = re.compile(rb"[/\0]((?:\.(?=[^/\0])|(?:__MACOSX|@eaDir|#recycle|\$RECYCLE\.BIN)(?=[/\0]))[^/\0]*)")
+_HIDDEN = re.compile(rb"[/\0]((?:\.(?=[^/\0])|(?:__MACOSX|@eaDir|#recycle|\$RECYCLE\.BIN)(?=[/\0]|\.tar\0))[^/\0]*)")
 _FIND = "find %s -mindepth 1 -name %s -prune -exec rm -r {} +"
 REMOVE_FROM_TAR = "tar --delete --wildcards --no-wildcards-match-slash --no-anchored -f %s %s"
 
