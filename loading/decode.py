@@ -220,7 +220,9 @@ def unused_range(source: Any) -> str:
                 ends += sum(to_mode(image).getextrema(), ()) if image.info["bits"] else ()
     low, high = min(ends, default=0), max(ends, default=255)
     share = f"{(high - low + 1) / 256:.0%} of their range: loaded, their pixels are {low} to {high} of 255"
-    return f"samples of more than 8 bits use {share}; scale 12-bit samples in files of 16 bits" if high - low < 64 else ""
+    return (
+        f"samples of more than 8 bits use {share}; scale 12-bit samples in files of 16 bits" if high - low <= 64 else ""
+    )
 
 
 def _scale_grey(image: Image.Image, bits: int) -> Image.Image:
@@ -244,12 +246,15 @@ def to_mode(image: Image.Image, mode: str = "RGB") -> Image.Image:
     return image.convert(mode)
 
 
-def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None, mode: str = "RGB") -> Image.Image:
+def decode_plainly(
+    payload: bytes, box: tuple[int, int, int, int] | None = None, mode: str = "RGB", image: Image.Image | None = None
+) -> Image.Image:
     """Decode any image with Pillow and return it, or a box of it, in a mode of `MODES`, as `to_mode`.
 
-    The box is left, top, right, bottom, px. Raises as `load_image`.
+    The box is left, top, right, bottom, px. `image` is the result of `load_image`, if it is there already. Raises as
+    `load_image`.
     """
-    image = load_image(payload)
+    image = image or load_image(payload)
     with _blaming_bytes(image.width * image.height):
         is_keyed = image.format == "PNG" and image.mode in ("L", "RGB") and "transparency" in image.info
         if mode == "RGBA" and is_keyed and payload[24] != 8:  # the bits of a sample

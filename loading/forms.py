@@ -128,7 +128,7 @@ def open_split(folder: str, args: Any) -> Source:
 
 
 def _check_labels(source: Source, separator: str | None) -> None:
-    """Refuse a source of the user's own whose classes or labels cannot be."""
+    """Refuse a source of the user's own whose classes, labels or first image cannot be."""
     names, sets = source.classes, source.label_sets
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
         raise UserError("classes: expected a list of different names")

@@ -49,8 +49,8 @@ def check_hidden(where: str, names: Iterable[bytes], command: str = _FIND) -> No
     """Raise UserError if a file or folder in the names is hidden; `command` takes `where` and a pattern of names."""
     if found := _HIDDEN.search(b"\0".join([b"", *names, b""])):
         pattern = "'.?*'" if found[1][:1] == b"." else f"'{decode(found[1])}'"
-        reason = f"{where} holds {decode(found[1])!r}: hidden, or left by a program, it is no class or image"
-        raise UserError(f"{reason}. Rename it, or remove all such: {command % (shlex.quote(where), pattern)}")
+        reason = f"{decode(found[1])!r} is hidden or a program's own; rename it, or remove all such: "
+        raise UserError(reason + command % (shlex.quote(where), pattern))
 
 
 def with_retries(work: Callable[[], Any]) -> Any:

@@ -103,13 +103,12 @@ def look_at_some(splits: dict[str, Source], options: Any, images: list[tuple[str
         payload, measured = b"", None
         try:
             payload = with_retries(partial(splits[split].read, number))
-            image = load_image(payload)
-            found = oddities(image)
+            found = oddities(image := load_image(payload))
             if split == "val" or len(splits) == 1:  # evaluated, as are those of --minival
                 resized_size(image.height, image.width, resize_size)
-            if options.statistics is not None:
-                image = decode_plainly(payload, mode=MODES[options.statistics])
-                measured = moments(image) if split == "train" else None
+            image = decode_plainly(payload, None, MODES[options.statistics or 3], image)
+            if options.statistics is not None and split == "train":
+                measured = moments(image)
         except BadImageError as error:
             found = [("damaged", str(error))]
         except (ImageError, MemoryError, OSError) as error:

@@ -3,10 +3,8 @@
 import io
 import resource
 import shutil
-import struct
 import sys
 import tarfile
-import zlib
 from pathlib import Path
 
 import numpy
@@ -82,16 +80,6 @@ FILES = {
     "TIFF": encoded(picture(), "TIFF"),
     "MPO": encoded(picture(), "MPO", save_all=True, append_images=[picture()]),
 }
-
-
-def png_of(samples, kind=0, key=None):
-    """Return a PNG of (H, W, C) samples of 16 bits, of which Pillow writes grey alone: kind 0 grey, 2 RGB, 4 LA."""
-    sides = struct.pack(">IIBBBBB", samples.shape[1], len(samples), 16, kind, 0, 0, 0)
-    rows = zlib.compress(b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples))
-    parts = [b"IHDR" + sides, *([] if key is None else [b"tRNS" + key]), b"IDAT" + rows, b"IEND"]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts
-    )
 
 
 def pack(path, names, prefix=""):

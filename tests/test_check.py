@@ -17,8 +17,9 @@ from errors import ImageError
 from scripts import check, prepare
 from tests import fuzz
 from tests.exports import refused
-from tests.images import FILES, encoded, png_of, write_images
+from tests.images import FILES, encoded, write_images
 from tests.ranks import Outcome, run_ranks, tool_rank
+from tests.test_modes import CASES, FOUR16, GREY16, png
 
 COUNTS = ["--expect-train", 29, "--expect-val", 7, "--expect-classes", 3, "--workers", 2]
 
@@ -162,55 +163,43 @@ def test_a_class_a_tar_and_a_split_that_are_not_whole(images, tmp_path):
 
 
 def odd_files():
-    """Yield files of every kind, as they are and damaged, and of extreme sides."""
+    """Yield files of every kind and mode, as they are and damaged, and of extreme sides."""
     rng = random.Random(0)
-    for payload in FILES.values():
-        yield from (payload, *(fuzz.scramble(payload, rng, head=300) for _ in range(3)))
+    for payload in (*FILES.values(), *(case.values[0] for case in CASES), png(FOUR16[..., :3], 2, bytes(6))):
+        yield from (payload, *(fuzz.scramble(payload, rng, head=300) for _ in range(2)))
     for width, height in [(1, 1), (2, 1), (1, 349), (349, 1), (1, 1365), (1, 1366), (5000, 1), (65537, 1), (1, 65537)]:
         yield from (encoded(Image.new(mode, (width, height)), "PNG") for mode in ("RGB", "L", "RGBA"))
-    yield png_of(numpy.zeros((40, 40, 3)), 2, key=bytes(6))  # of which Pillow makes no RGBA
 
 
-@pytest.mark.parametrize("options", [[], ["--val-resize-size", 512], ["--in-chans", 4, "--backend", "pil"]])
+@pytest.mark.parametrize("options", [[], ["--val-resize-size", "512"], ["--in-chans", "4"]])
 def test_what_is_healthy_is_what_training_and_evaluation_can_load(tmp_path, options):
-    for split in ("train", "val"):
+    for place in (tmp_path / "train" / "a", tmp_path / "val" / "a"):
+        place.mkdir(parents=True)
         for number, payload in enumerate(odd_files()):
-            (tmp_path / "odd" / split / "a").mkdir(parents=True, exist_ok=True)
-            (tmp_path / "odd" / split / "a" / f"{number:03d}.png").write_bytes(payload)
-    theirs = ["--statistics" if word == "--in-chans" else word for word in options if word not in ("--backend", "pil")]
-    report = look(tmp_path, tmp_path / "odd", *theirs)[1]
+            (place / f"{number:03d}.png").write_bytes(payload)
+    report = look(tmp_path, tmp_path, *[word.replace("--in-chans", "--statistics") for word in options])[1]
     damaged = {each["image"] for kind in report["findings"] if kind["kind"] == "damaged" for each in kind["images"]}
-    argv = ["--data-path", str(tmp_path / "odd"), "--train-crop-size", 24, "--val-crop-size", 24, *options]
-    args, failed = config.parse_args(list(map(str, argv))), set()
-    for dataset in data.build_datasets(str(tmp_path / "odd" / "train"), str(tmp_path / "odd" / "val"), args):
-        for number in range(len(dataset)):
-            try:
-                assert dataset.load(number)[0].shape == (args.in_chans, 24, 24)
-            except ImageError:
-                failed.add(dataset.index.path(number))
-    assert failed == damaged
-    assert 10 < len(failed) < len(list(odd_files()))
+    for backend in ([], ["--backend", "pil"]):
+        argv = ["--data-path", str(tmp_path), "--train-crop-size", "24", "--val-crop-size", "24", *options, *backend]
+        args, failed = config.parse_args(argv), set()
+        for dataset in data.build_datasets(*config.split_dirs(args), args):
+            for number in range(len(dataset)):
+                try:
+                    assert dataset.load(number)[0].shape == (args.in_chans, 24, 24)
+                except ImageError:
+                    failed.add(dataset.index.path(number))
+        assert failed == damaged
+        assert 50 < len(failed) < number
 
 
-@pytest.mark.parametrize("kind", [0, 2, 4])
-@pytest.mark.parametrize(("highest", "share"), [(4095, "6%"), (16383, "25%"), (32767, ""), (65535, "")])
-def test_samples_that_leave_their_range_unused_are_a_problem_and_said_at_a_start(
-    tmp_path, kind, highest, share, capsys
-):
-    """The highest samples of 12 and 14 bits, in files of 16: 4,096 and 16,384 of 65,536 values."""
-    ramp = numpy.linspace(0, highest, 64 * 64).reshape(64, 64, 1).repeat([1, 0, 3, 0, 2][kind], 2)
-    if kind == 4:
-        ramp[..., 1] = 65535  # opaque
-    for split, samples in (("train", ramp), ("val", ramp[::-1])):
-        (tmp_path / "x" / split / "a").mkdir(parents=True)
-        (tmp_path / "x" / split / "a" / "1.png").write_bytes(png_of(samples, kind))
-    code, _, found = look(tmp_path, tmp_path / "x")
-    args = config.parse_args(["--data-path", str(tmp_path / "x"), "--val-crop-size", "64", "--val-resize-size", "64"])
-    assert data.build_datasets(*config.split_dirs(args), args)[1].load(0)[0].max() == highest >> 8
-    words = f"use {share} of their range: loaded, their pixels are 0 to {highest >> 8} of 255"
-    lines = [line for line in capsys.readouterr().out.splitlines() if "of their range" in line]
-    assert [words in line for line in (*found.get("dark", ()), *lines)] == [True] * 4 * bool(share)
-    assert code == bool(share)
+def test_samples_of_12_bits_in_files_of_16_are_a_problem(images, tmp_path):
+    for split in ("train", "val"):
+        (images / split / "class0" / "x.png").write_bytes(png(GREY16 >> 4 if split == "val" else GREY16 >> 5, 0))
+    code, _, found = look(tmp_path, images, "--expect-classes", 3)
+    assert (code, found["deep"], len(found["dark"])) == (1, ["x.png"] * 2, 2)
+    assert (
+        "val: samples of more than 8 bits use 6% of their range: loaded, their pixels are 0 to 15" in found["dark"][1]
+    )
 
 
 def test_every_example_of_the_help_is_a_command():

@@ -68,43 +68,6 @@ def test_a_link_to_a_folder_above_is_refused(folder):
         open_source(folder)
 
 
-HIDDEN = {
-    ".ipynb_checkpoints/x.jpg": ".ipynb_checkpoints", "a/._x.jpg": "._x.jpg", "a/deep/.t/x.jpg": ".t",
-    "b/@eaDir/2.jpg/SYNO.jpg": "@eaDir", "__MACOSX/a/x.jpg": "__MACOSX",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-@pytest.mark.parametrize("form", ["folder", "tar", "class tars"])
-def test_a_hidden_class_or_image_is_refused_with_the_command_that_removes_it(folder, tmp_path, form, name):
-    """ImageFolder would take all of these."""
-    target = tmp_path / "it's {here} %s"
-    expected = [(f"{path.parent.name}/{path.name}", path.read_bytes()) for path in folder.glob("b/*.*")]
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(b"hidden")
-    for harmless in ("a/.DS_Store", "b/.gitkeep", "b/Thumbs.db"):
-        (folder / harmless).write_bytes(b"no image")
-    writers = {"folder": copy_folder, "tar": pack_as_tar_does, "class tars": pack_classes}
-    target.mkdir()
-    writers[form](folder, target)
-    with pytest.raises(UserError, match=rf"holds '{HIDDEN[name]}(\.tar)?': hidden, or left by") as caught:
-        open_source(target / "train")
-    subprocess.run(str(caught.value).partition("remove all such: ")[2], shell=True, check=True)
-    found = samples(open_source(target / "train"))
-    assert sorted((name, content) for name, label, content in found if label == 1) == sorted(expected)
-    assert len(found) == 6
-
-
-def test_a_hidden_class_tar_is_refused_and_a_list_may_name_hidden_files(folder, tmp_path):
-    pack_classes(folder, tmp_path)
-    (tmp_path / "train" / "._a.tar").write_bytes(b"\0\5\26\7")
-    with pytest.raises(UserError, match=r"train holds '\._a\.tar': hidden, .*find .*/train -mindepth 1 -name '\.\?\*'"):
-        open_source(tmp_path / "train")
-    (folder / "a" / "._x.jpg").write_bytes(b"wanted")
-    (folder.parent / "train.csv").write_text("path,label\ntrain/a/._x.jpg,a\n")
-    assert samples(open_source(folder)) == [("a/._x.jpg", 0, b"wanted")]
-
-
 class ListedSource(Source):
     """A format of one file that lists names and contents."""
 
@@ -148,6 +111,42 @@ def new_format(monkeypatch):
 
 def copy_folder(root, target):
     shutil.copytree(root, target / root.name)
+
+
+HIDDEN = {
+    ".ipynb_checkpoints/x.jpg": ".ipynb_checkpoints", "a/._x.jpg": "._x.jpg", "a/deep/.t/x.jpg": ".t",
+    "b/@eaDir/2.jpg/SYNO.jpg": "@eaDir", "__MACOSX/a/x.jpg": "__MACOSX",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("write", [copy_folder, pack_as_tar_does, pack_classes])
+def test_a_hidden_class_or_image_is_refused_with_the_command_that_removes_it(folder, tmp_path, write, name):
+    """ImageFolder would take all of these."""
+    target = tmp_path / "it's {here} %s"
+    target.mkdir()
+    expected = [(f"{path.parent.name}/{path.name}", path.read_bytes()) for path in folder.glob("b/*.*")]
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"hidden")
+    for harmless in ("a/.DS_Store", "b/.gitkeep", "b/Thumbs.db"):
+        (folder / harmless).write_bytes(b"no image")
+    write(folder, target)
+    with pytest.raises(UserError, match=rf"^'{HIDDEN[name]}(\.tar)?' is hidden") as caught:
+        open_source(target / "train")
+    subprocess.run(str(caught.value).partition("remove all such: ")[2], shell=True, check=True)
+    found = samples(open_source(target / "train"))
+    assert sorted((name, content) for name, label, content in found if label == 1) == sorted(expected)
+    assert len(found) == 6
+
+
+def test_a_hidden_class_tar_is_refused_and_a_list_may_name_hidden_files(folder, tmp_path):
+    pack_classes(folder, tmp_path)
+    (tmp_path / "train" / "._a.tar").write_bytes(b"\0\5\26\7")
+    with pytest.raises(UserError, match=r"^'\._a\.tar' is hidden .*: find .*/train -mindepth 1 -name '\.\?\*'"):
+        open_source(tmp_path / "train")
+    (folder / "a" / "._x.jpg").write_bytes(b"wanted")
+    (folder.parent / "train.csv").write_text("path,label\ntrain/a/._x.jpg,a\n")
+    assert samples(open_source(folder)) == [("a/._x.jpg", 0, b"wanted")]
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
