@@ -299,8 +299,6 @@ class _TarReader:
 
     def scan_class(self, class_name: str, start: int, end: int) -> None:
         """Find the images of a tar of one class, which begins at `start` of the file."""
-        if class_name in (".", ".."):
-            raise UserError(f"{self.path} holds a tar of the class {class_name!r}, which cannot be a folder")
         self.by_class.setdefault(class_name, {})
         for folder, name, member in self._entries(start, end):
             if name.lower().endswith(".cls"):
