@@ -119,6 +119,7 @@ class IndexedImageFolder(Dataset):
         Raises:
             ImageError: its bytes are no image or a damaged one, or the disk or memory failed at every try.
         """
+        payload = None
         try:
             payload = with_retries(partial(self.index.read, key))
             return with_retries(partial(self._transform, key, payload)), self.index.label(key)
@@ -134,6 +135,8 @@ class IndexedImageFolder(Dataset):
         except ImageError:
             raise
         except Exception as error:  # a bug of ours: keep its traceback
+            if payload is None:  # of the user's own
+                raise self.error(key, f"its read gives no bytes: {type(error).__name__}: {error}") from error
             error.add_note(f"in {self.index.path(key)}")
             raise
 

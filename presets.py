@@ -22,7 +22,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from config import IMAGENET_MEAN, IMAGENET_STD
 from custom.code import load_function
 from errors import ImageError, UserError, in_one_line, one_line, require_timm
-from loading.decode import MODES, ImageFile, check_num_pixels, decode_plainly
+from loading.decode import MODES, ImageFile, decode_plainly, resized_size
 from options import split_custom
 from randomness import Draws, TorchDraws, unit
 
@@ -384,19 +384,12 @@ class ClassificationPresetEval(_Preset):
 
     def pixels(self, image: Image.Image) -> torch.Tensor:
         """Return an image as (in_chans, crop_size, crop_size) uint8."""
-        self._resized(image.height, image.width)
+        resized_size(image.height, image.width, self.resize_size)
         return super().pixels(image)
-
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return torchvision's size of a resized image, the longer side rounded down; BadImageError if too large."""
-        longer = int(self.resize_size * max(width, height) / min(width, height))
-        resized = (longer, self.resize_size) if height >= width else (self.resize_size, longer)
-        check_num_pixels(*resized, f"resized, {width} x {height} pixels are")
-        return resized
 
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
-        resized = self._resized(height, width)
+        resized = resized_size(height, width, self.resize_size)
         if min(resized) < self.crop_size:  # smaller images are padded
             return self.cut(resize(file.decode(0, 0, height, width, self.mode), *resized, self.fast_mode))
         # Decode the part that the cut shows, and all above and to the left of it, to keep the phase of the resize.

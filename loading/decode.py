@@ -3,10 +3,11 @@
 import contextlib
 import io
 import mmap
+import re
 import struct
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -104,6 +105,14 @@ def check_num_pixels(height: int, width: int, claim: str = "it claims") -> None:
         raise BadImageError(f"{claim} {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
 
 
+def resized_size(height: int, width: int, shorter: int) -> tuple[int, int]:
+    """Return torchvision's size of a resized image, the longer side rounded down; BadImageError if too large."""
+    longer = int(shorter * max(width, height) / min(width, height))
+    resized = (longer, shorter) if height >= width else (shorter, longer)
+    check_num_pixels(*resized, f"resized, {width} x {height} pixels are")
+    return resized
+
+
 @contextlib.contextmanager
 def _blaming_bytes(num_pixels: int) -> Iterator[None]:
     """Turn any error of decoding into a BadImageError, unless the system may have failed; hide Pillow's warnings.
@@ -191,13 +200,29 @@ def load_image(payload: bytes) -> Image.Image:
     """Return an image, decoded whole, with 8 bits a channel; raises as `open_image`, or BadImageError on damage.
 
     Of grey samples with more bits it keeps the highest 8, as Pillow does with those of colours; `convert` would clip
-    them at 255. `info["grey_bits"]` then tells their number.
+    them at 255. `info["bits"]` tells their number, or is 0 where they are not more.
     """
     image = open_image(payload)
+    bits = 16 if re.search(";16[BLN]|'RGB', 65535", str(image.tile)) else 0  # of colours, too
     with _blaming_bytes(image.width * image.height):
         image.load()
-        bits = grey_bits(image)
-        return _scale_grey(image, bits) if bits else image
+        image.info["bits"] = bits = grey_bits(image) or bits
+        return _scale_grey(image, bits) if image.mode[0] == "I" else image
+
+
+def unused_range(source: Any) -> str:
+    """Return words if a source's images of more than 8 bits, of 16 looked at, use at most a quarter of their range."""
+    numbers, ends = numpy.linspace(0, len(source) - 1, 16, dtype=int).tolist(), []
+    for number in numbers if "://" not in source.where else ():  # a pack has 8 bits
+        with contextlib.suppress(Exception):  # whoever needs the image names it
+            if not source.name(number).lower().endswith((".jpg", ".jpeg")):
+                image = load_image(source.read(number))
+                ends += sum(to_mode(image).getextrema(), ()) if image.info["bits"] else ()
+    low, high = min(ends, default=0), max(ends, default=255)
+    share = f"{(high - low + 1) / 256:.0%} of their range: loaded, their pixels are {low} to {high} of 255"
+    return (
+        f"samples of more than 8 bits use {share}; scale 12-bit samples in files of 16 bits" if high - low <= 64 else ""
+    )
 
 
 def _scale_grey(image: Image.Image, bits: int) -> Image.Image:
@@ -205,7 +230,7 @@ def _scale_grey(image: Image.Image, bits: int) -> Image.Image:
     # Pillow inverts samples of 8 bits itself.
     is_white_zero = image.format == "TIFF" and image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
     scaled = Image.fromarray((255 - samples if is_white_zero else samples).astype(numpy.uint8))
-    scaled.format, scaled.info = image.format, {**image.info, "grey_bits": bits}
+    scaled.format, scaled.info = image.format, image.info
     return scaled
 
 
@@ -221,12 +246,15 @@ def to_mode(image: Image.Image, mode: str = "RGB") -> Image.Image:
     return image.convert(mode)
 
 
-def decode_plainly(payload: bytes, box: tuple[int, int, int, int] | None = None, mode: str = "RGB") -> Image.Image:
+def decode_plainly(
+    payload: bytes, box: tuple[int, int, int, int] | None = None, mode: str = "RGB", image: Image.Image | None = None
+) -> Image.Image:
     """Decode any image with Pillow and return it, or a box of it, in a mode of `MODES`, as `to_mode`.
 
-    The box is left, top, right, bottom, px. Raises as `load_image`.
+    The box is left, top, right, bottom, px. `image` is the result of `load_image`, if it is there already. Raises as
+    `load_image`.
     """
-    image = load_image(payload)
+    image = image or load_image(payload)
     with _blaming_bytes(image.width * image.height):
         is_keyed = image.format == "PNG" and image.mode in ("L", "RGB") and "transparency" in image.info
         if mode == "RGBA" and is_keyed and payload[24] != 8:  # the bits of a sample

@@ -7,7 +7,8 @@ from typing import Any
 
 from custom.code import load_function
 from errors import UserError, in_one_line, one_line
-from loading.index import FolderIndex
+from loading.decode import unused_range
+from loading.index import FolderIndex, with_retries
 from loading.lists import SEPARATORS, ListIndex
 from loading.remote import RemotePack, is_remote
 from loading.source import Source, list_folder
@@ -99,7 +100,14 @@ def open_source(root: Path, separator: str | None = None) -> Source:
         if not isinstance(source, ListIndex):
             raise UserError(f"--multi-label reads the labels of a list, such as {root}.csv; {source.where} is none")
         source.separator = separator
-    return source.open()
+    return warn_of_range(source.open())
+
+
+def warn_of_range(source: Source) -> Source:
+    """Print a line if images of more than 8 bits would be loaded in nearly one tone; return the source."""
+    if words := unused_range(source):
+        print(one_line(f"{source.where}: {words}"))
+    return source
 
 
 def open_split(folder: str, args: Any) -> Source:
@@ -116,11 +124,11 @@ def open_split(folder: str, args: Any) -> Source:
         if not isinstance(source, Source) or not len(source):
             raise UserError(f"it returned {source!r:.80} of {name}; expected a Source of images")
         _check_labels(source, args.multi_label)
-    return source
+    return warn_of_range(source)
 
 
 def _check_labels(source: Source, separator: str | None) -> None:
-    """Refuse a source of the user's own whose classes or labels cannot be."""
+    """Refuse a source of the user's own whose classes, labels or first image cannot be."""
     names, sets = source.classes, source.label_sets
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
         raise UserError("classes: expected a list of different names")
@@ -129,10 +137,13 @@ def _check_labels(source: Source, separator: str | None) -> None:
     if sets is not None and (sets.dtype != bool or sets.shape[1:] != (len(names),)):
         raise UserError(f"label_sets are {sets.dtype} of shape {sets.shape}; expected bool of (sets, {len(names)})")
     labels, most = [source.label(number) for number in range(len(source))], len(names if sets is None else sets)
-    if bad := [label for label in labels if not isinstance(label, numbers.Integral) or not 0 <= label < most]:
+    if bad := [x for x in labels if type(x) is bool or not isinstance(x, numbers.Integral) or not 0 <= x < most]:
         raise UserError(f"a label is {bad[0]!r}; expected a whole number from 0 to {most - 1}")
     if not isinstance(getattr(source, "form", None), str):
         raise UserError("form: expected a name of this kind of data, for checkpoints and messages")
+    content, *_ = with_retries(lambda: source.read(0)), source.identity(), source.path(0)
+    if not isinstance(content, bytes | bytearray):
+        raise UserError(f"read returned {content!r:.80}; expected the bytes of an image's file")
 
 
 def remote_options(args: Any) -> dict[str, Any]:

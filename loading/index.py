@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import re
+import shlex
 import stat
 import time
 from abc import abstractmethod
@@ -28,6 +30,11 @@ CLASSES = "classes.txt"
 
 _FORMAT = "touchstone image index 5"
 
+# Hidden files and folders, and folders that macOS, Synology and Windows leave behind; and what removes such.
+_HIDDEN = re.compile(rb"[/\0]((?:\.(?=[^/\0])|(?:__MACOSX|@eaDir|#recycle|\$RECYCLE\.BIN)(?=[/\0]|\.tar\0))[^/\0]*)")
+_FIND = "find %s -mindepth 1 -name %s -prune -exec rm -r {} +"
+REMOVE_FROM_TAR = "tar --delete --wildcards --no-wildcards-match-slash --no-anchored -f %s %s"
+
 
 def encode(names: Iterable[str]) -> numpy.ndarray:
     """Return names as bytes in one array: forked workers would copy the pages of a million Python strings."""
@@ -37,6 +44,14 @@ def encode(names: Iterable[str]) -> numpy.ndarray:
 def decode(name: bytes) -> str:
     """Return a name of `encode`."""
     return name.decode("utf-8", "surrogateescape")
+
+
+def check_hidden(where: str, names: Iterable[bytes], command: str = _FIND) -> None:
+    """Raise UserError if a file or folder in the names is hidden; `command` takes `where` and a pattern of names."""
+    if found := _HIDDEN.search(b"\0".join([b"", *names, b""])):
+        pattern = "'.?*'" if found[1][:1] == b"." else f"'{decode(found[1])}'"
+        reason = f"{decode(found[1])!r} is hidden or a program's own; rename it, or remove all such: "
+        raise UserError(reason + command % (shlex.quote(where), pattern))
 
 
 def with_retries(work: Callable[[], Any]) -> Any:
@@ -249,7 +264,7 @@ class Scan:
 class FolderIndex(ImageIndex):
     """The images of a folder with one folder for each class; links are followed.
 
-    The classes, the images and their order are those of torchvision's `ImageFolder`.
+    The classes, the images and their order are those of torchvision's `ImageFolder`; hidden ones are refused.
     """
 
     form = "folder"
@@ -272,6 +287,7 @@ class FolderIndex(ImageIndex):
             for folder, names in sorted(_walk(root, name, scan)):
                 scan.add(folder, label, names)
             progress.update()
+        check_hidden(root, [*map(encoded, classes), *(name for each in scan.names for name in each.tolist())])
         if scan.unread:
             words = f"such as {scan.unread[0]}, whose endings are not {' '.join(IMG_EXTENSIONS)}"
             print(one_line(f"{self.where}: {counted(len(scan.unread), 'file')} not read, {words}"))

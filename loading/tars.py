@@ -12,10 +12,10 @@ from typing import BinaryIO
 
 from errors import ImageError, UserError, one_line
 from files import open_to_read, read_at
-from loading.index import CLASSES, ImageIndex, Scan
+from loading.index import CLASSES, REMOVE_FROM_TAR, ImageIndex, Scan, check_hidden
 from loading.progress import Progress
 from loading.samples import LABELS, Samples
-from loading.source import IMG_EXTENSIONS, Source, check_num_bytes, digest, list_folder
+from loading.source import IMG_EXTENSIONS, Source, check_num_bytes, digest, encoded, list_folder
 
 # The manifest that scripts/pack.py writes beside its shards, and the values by which it is recognised.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -251,6 +251,7 @@ class _TarReader:
 
     def begin(self, path: Path, file: BinaryIO, number: int) -> None:
         """Read this tar from now on; `number` is its place among the tars."""
+        check_hidden(str(path.parent), [encoded(path.name)])
         self.path, self.file, self.number = path, file, number
         self.num_read, self.ignored = 0, []
 
@@ -268,6 +269,7 @@ class _TarReader:
             elif not name.lower().endswith((*IMG_EXTENSIONS, ".tar", *LABELS)):
                 self.ignored += [] if member.isreg() else [member.name]
             elif member.isreg() and not member.issparse():
+                check_hidden(str(self.path), [encoded(member.name)], REMOVE_FROM_TAR)
                 yield "/".join(folders), name, member
             else:
                 raise UserError(
@@ -290,8 +292,6 @@ class _TarReader:
 
     def scan_class(self, class_name: str, start: int, end: int) -> None:
         """Find the images of a tar of one class, which begins at `start` of the file."""
-        if class_name in (".", ".."):
-            raise UserError(f"{self.path} holds a tar of the class {class_name!r}, which cannot be a folder")
         self.by_class.setdefault(class_name, {})
         for folder, name, member in self._entries(start, end):
             place = (self.number, member.offset_data, member.size)

@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 
 from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
-from loading.decode import MODES, decode_plainly, load_image
+from loading.decode import MODES, decode_plainly, load_image, resized_size, unused_range
 from loading.forms import open_source
 from loading.index import with_retries
 from loading.loader import check_workers
@@ -22,7 +22,7 @@ from loading.progress import Progress, size_text
 from loading.remote import RemotePack
 from loading.source import Source, count_classes
 from options import BY_NAME
-from scripts.tool import build_parser, given_place, in_order, output_file, positive, run, write_report
+from scripts.tool import add_train_option, build_parser, given_place, in_order, output_file, positive, run, write_report
 
 PROG = "python -m scripts.check"
 
@@ -38,7 +38,8 @@ KINDS = {
     "leak": (True, "the same bytes in train and in val"),
     "duplicate": (False, "the same bytes twice in a split"),
     "alpha": (False, "transparency, which train.py drops unless --in-chans is 4: hidden colours show"),
-    "deep": (False, "grey of more than 8 bits; scaled to 8 when loaded"),
+    "dark": (True, "samples of more than 8 bits use little of their range, so that images are of nearly one tone"),
+    "deep": (False, "samples of more than 8 bits, of which the highest 8 are loaded"),
     "turned": (False, "EXIF says to turn it, and neither train.py nor ImageFolder does"),
 }
 
@@ -79,8 +80,8 @@ def oddities(image: Image.Image) -> list[tuple[str, str]]:
     found = []
     if image.has_transparency_data:
         found.append(("alpha", f"mode {image.mode}"))
-    if "grey_bits" in image.info:
-        found.append(("deep", f"{image.info['grey_bits']} bits"))
+    if image.info["bits"]:
+        found.append(("deep", f"{image.info['bits']} bits"))
     orientation = 1
     with suppress(Exception):  # Pillow raises many kinds for damaged metadata, which is not read here
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -95,16 +96,19 @@ def moments(image: Image.Image) -> numpy.ndarray:
     return numpy.stack([counts @ numpy.linspace(0, 1, 256) ** power for power in (1, 2)]) / (image.width * image.height)
 
 
-def look_at_some(splits: dict[str, Source], in_chans: int | None, images: list[tuple[str, int]]) -> list[Look]:
+def look_at_some(splits: dict[str, Source], options: Any, images: list[tuple[str, int]]) -> list[Look]:
     """Look at some images, given by their splits and numbers, in a worker process; measure those of train, if asked."""
-    looks = []
+    looks, resize_size = [], options.val_resize_size or BY_NAME["val_resize_size"].default
     for split, number in images:
         payload, measured = b"", None
         try:
             payload = with_retries(partial(splits[split].read, number))
-            found = oddities(load_image(payload))
-            if in_chans is not None and split == "train":
-                measured = moments(decode_plainly(payload, mode=MODES[in_chans]))
+            found = oddities(image := load_image(payload))
+            if split == "val" or len(splits) == 1:  # evaluated, as are those of --minival
+                resized_size(image.height, image.width, resize_size)
+            image = decode_plainly(payload, None, MODES[options.statistics or 3], image)
+            if options.statistics is not None and split == "train":
+                measured = moments(image)
         except BadImageError as error:
             found = [("damaged", str(error))]
         except (ImageError, MemoryError, OSError) as error:
@@ -209,7 +213,7 @@ def look_at_all(splits: dict[str, Source], options: argparse.Namespace, report: 
         for number in numpy.linspace(0, len(source) - 1, min(sample or len(source), len(source)), dtype=int).tolist()
     ]
     tasks = [images[begin : begin + _IMAGES_PER_TASK] for begin in range(0, len(images), _IMAGES_PER_TASK)]
-    looks = chain.from_iterable(in_order(partial(look_at_some, splits, options.statistics), tasks, options.workers))
+    looks = chain.from_iterable(in_order(partial(look_at_some, splits, options), tasks, options.workers))
     seen = numpy.zeros((len(images), 2), dtype=numpy.uint64)
     progress = Progress("checking", len(images), "images")
     for place, ((name, number), look) in enumerate(zip(images, looks, strict=True)):
@@ -223,6 +227,8 @@ def look_at_all(splits: dict[str, Source], options: argparse.Namespace, report: 
     for name in splits:
         own = seen[[split == name for split, _ in images]]
         report.splits[name].update(looked_at=len(own), bytes=int(own[:, 1].sum()))
+        if words := unused_range(splits[name]):
+            report.add("dark", name, None, f"{name}: {words}")
     if num_measured:
         mean, squares = sums / num_measured
         # A channel of one value, such as alpha without transparency, has the least deviation that --std takes.
@@ -274,6 +280,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     channels = {"type": int, "nargs": "?", "const": 3, "choices": BY_NAME["in_chans"].choices}
     add("--statistics", metavar="CHANNELS", help=words, **channels)
+    add_train_option(parser, "val_resize_size", "as train.py's: images too long to be resized so are damaged")
     words = "write the report to FILE, with every finding"
     add("--json", metavar="FILE", type=output_file(".json"), help=words)
     add("--workers", metavar="N", type=positive, default=cores, help="processes (default: 1 per core)")

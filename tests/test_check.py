@@ -1,6 +1,7 @@
 """scripts/check.py: every planted defect is found, and nothing else."""
 
 import json
+import random
 import shlex
 import shutil
 import tarfile
@@ -10,10 +11,15 @@ import numpy
 import pytest
 from PIL import Image
 
+import config
+import data
+from errors import ImageError
 from scripts import check, prepare
+from tests import fuzz
 from tests.exports import refused
-from tests.images import write_images
+from tests.images import FILES, encoded, write_images
 from tests.ranks import Outcome, run_ranks, tool_rank
+from tests.test_modes import CASES, FOUR16, GREY16, png
 
 COUNTS = ["--expect-train", 29, "--expect-val", 7, "--expect-classes", 3, "--workers", 2]
 
@@ -154,6 +160,46 @@ def test_a_class_a_tar_and_a_split_that_are_not_whole(images, tmp_path):
     assert "train.tar is truncated" in found["set"][0]
     (tars / "train.tar").unlink()
     assert "has no train/" in look(tmp_path, tars, *COUNTS)[2]["set"][0]
+
+
+def odd_files():
+    """Yield files of every kind and mode, as they are and damaged, and of extreme sides."""
+    rng = random.Random(0)
+    for payload in (*FILES.values(), *(case.values[0] for case in CASES), png(FOUR16[..., :3], 2, bytes(6))):
+        yield from (payload, *(fuzz.scramble(payload, rng, head=300) for _ in range(2)))
+    for width, height in [(1, 1), (2, 1), (1, 349), (349, 1), (1, 1365), (1, 1366), (5000, 1), (65537, 1), (1, 65537)]:
+        yield from (encoded(Image.new(mode, (width, height)), "PNG") for mode in ("RGB", "L", "RGBA"))
+
+
+@pytest.mark.parametrize("options", [[], ["--val-resize-size", "512"], ["--in-chans", "4"]])
+def test_what_is_healthy_is_what_training_and_evaluation_can_load(tmp_path, options):
+    for place in (tmp_path / "train" / "a", tmp_path / "val" / "a"):
+        place.mkdir(parents=True)
+        for number, payload in enumerate(odd_files()):
+            (place / f"{number:03d}.png").write_bytes(payload)
+    report = look(tmp_path, tmp_path, *[word.replace("--in-chans", "--statistics") for word in options])[1]
+    damaged = {each["image"] for kind in report["findings"] if kind["kind"] == "damaged" for each in kind["images"]}
+    for backend in ([], ["--backend", "pil"]):
+        argv = ["--data-path", str(tmp_path), "--train-crop-size", "24", "--val-crop-size", "24", *options, *backend]
+        args, failed = config.parse_args(argv), set()
+        for dataset in data.build_datasets(*config.split_dirs(args), args):
+            for number in range(len(dataset)):
+                try:
+                    assert dataset.load(number)[0].shape == (args.in_chans, 24, 24)
+                except ImageError:
+                    failed.add(dataset.index.path(number))
+        assert failed == damaged
+        assert 50 < len(failed) < number
+
+
+def test_samples_of_12_bits_in_files_of_16_are_a_problem(images, tmp_path):
+    for split in ("train", "val"):
+        (images / split / "class0" / "x.png").write_bytes(png(GREY16 >> 4 if split == "val" else GREY16 >> 5, 0))
+    code, _, found = look(tmp_path, images, "--expect-classes", 3)
+    assert (code, found["deep"], len(found["dark"])) == (1, ["x.png"] * 2, 2)
+    assert (
+        "val: samples of more than 8 bits use 6% of their range: loaded, their pixels are 0 to 15" in found["dark"][1]
+    )
 
 
 def test_every_example_of_the_help_is_a_command():

@@ -151,6 +151,18 @@ class OfRank(Few):
 def of_rank(split):
     return OfRank(Path(split))
 
+def no_bytes(split):
+    return Few(Path(split), read=lambda number: None)
+
+def no_bytes_later(split):
+    return Few(Path(split), read=lambda number: None if number else b"")
+
+def booleans(split):
+    return Few(Path(split), label=lambda number: number % 2 == 1)
+
+def bare(split):
+    return type("Bare", (Few,), {"__init__": lambda self: None, "first": 0})()
+
 def below(split):
     return Few(Path(split), -1)
 
@@ -254,6 +266,16 @@ def test_an_augmentation_that_fails_is_one_line_and_blames_no_image(started, min
     assert ".png" not in outcome.output.splitlines()[-1]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_own_data_set_that_reads_nothing_later_is_one_line_that_names_the_image(
+    started, mine, tmp_path, num_workers
+):
+    outcome = started.go_on(
+        tmp_path, tmp_path / "out", "--data-path", f"{mine}:no_bytes_later", "--workers", num_workers
+    )
+    refused(outcome, "cannot read image train/", "its read gives no bytes: TypeError", code=1)
+
+
 def test_a_resumed_window_of_other_metrics_begins_anew(started, mine, tmp_path):
     argv = ["--epochs", 1, "--print-freq", 100, "--metrics"]
     kill = [(0, "torch.optim.SGD.step", 3, "before")]
@@ -320,6 +342,9 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--metrics {}:numpys", "compute returns a float32 as x; expected a float"),
     ("--data-path {}:below", "a label is -1; expected a whole number from 0 to 2"),
     ("--data-path {}:beyond", "a label is 3; expected a whole number from 0 to 2"),
+    ("--data-path {}:booleans", "a label is False; expected a whole number from 0 to 2"),
+    ("--data-path {}:no_bytes", "read returned None; expected the bytes of an image's file"),
+    ("--data-path {}:bare", "'Bare' object has no attribute 'root'"),
     ("--data-path {}:alike", "classes: expected a list of different names"),
     ("--data-path {}:many_labels", "label_sets are for images of several labels: give them and --multi-label"),
     ("--data-path {}:below --multi-label --bce-loss", "label_sets are for images of several labels"),

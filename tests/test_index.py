@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from errors import BadImageError, ImageError, UserError
 from loading import forms, index
 from loading.forms import open_source
 from loading.source import Source
-from tests.images import FORMS, pack, pack_shards, pack_whole, write_split
+from tests.images import FORMS, pack, pack_as_tar_does, pack_classes, pack_shards, pack_whole, write_split
 from tests.started import Hostile
 
 
@@ -110,6 +111,42 @@ def new_format(monkeypatch):
 
 def copy_folder(root, target):
     shutil.copytree(root, target / root.name)
+
+
+HIDDEN = {
+    ".ipynb_checkpoints/x.jpg": ".ipynb_checkpoints", "a/._x.jpg": "._x.jpg", "a/deep/.t/x.jpg": ".t",
+    "b/@eaDir/2.jpg/SYNO.jpg": "@eaDir", "__MACOSX/a/x.jpg": "__MACOSX",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("write", [copy_folder, pack_as_tar_does, pack_classes])
+def test_a_hidden_class_or_image_is_refused_with_the_command_that_removes_it(folder, tmp_path, write, name):
+    """ImageFolder would take all of these."""
+    target = tmp_path / "it's {here} %s"
+    target.mkdir()
+    expected = [(f"{path.parent.name}/{path.name}", path.read_bytes()) for path in folder.glob("b/*.*")]
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"hidden")
+    for harmless in ("a/.DS_Store", "b/.gitkeep", "b/Thumbs.db"):
+        (folder / harmless).write_bytes(b"no image")
+    write(folder, target)
+    with pytest.raises(UserError, match=rf"^'{HIDDEN[name]}(\.tar)?' is hidden") as caught:
+        open_source(target / "train")
+    subprocess.run(str(caught.value).partition("remove all such: ")[2], shell=True, check=True)
+    found = samples(open_source(target / "train"))
+    assert sorted((name, content) for name, label, content in found if label == 1) == sorted(expected)
+    assert len(found) == 6
+
+
+def test_a_hidden_class_tar_is_refused_and_a_list_may_name_hidden_files(folder, tmp_path):
+    pack_classes(folder, tmp_path)
+    (tmp_path / "train" / "._a.tar").write_bytes(b"\0\5\26\7")
+    with pytest.raises(UserError, match=r"^'\._a\.tar' is hidden .*: find .*/train -mindepth 1 -name '\.\?\*'"):
+        open_source(tmp_path / "train")
+    (folder / "a" / "._x.jpg").write_bytes(b"wanted")
+    (folder.parent / "train.csv").write_text("path,label\ntrain/a/._x.jpg,a\n")
+    assert samples(open_source(folder)) == [("a/._x.jpg", 0, b"wanted")]
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

@@ -11,6 +11,7 @@ from PIL import Image
 
 from errors import BadImageError
 from loading.decode import ImageFile, load_image
+from loading.forms import open_source
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from scripts import pack, predict
 from tests.ranks import REPOSITORY
@@ -204,3 +205,21 @@ def test_deep_grey_is_scaled_wherever_a_file_is_read(tmp_path):
     assert predict.open_image(path).getpixel((7, 7)) == (41, 41, 41)  # 10537 / 257
     small = pack.shrink(load_image(path.read_bytes()), 16)
     assert Image.open(io.BytesIO(small)).getpixel((7, 7)) == (41, 41, 41)
+
+
+DEEP = {
+    "grey PNG": lambda x: png(x[..., 0], 0), "PNG": lambda x: png(x, 2), "PNM": lambda x: pnm(b"P6", 65535, x),
+    "PNG with alpha": lambda x: png(numpy.dstack([x, x[..., 0] | 65535]), 6), "TIFF": lambda x: tiff(x, 16, ">"),
+    "white is 0": lambda x: tiff(65535 - x[..., 0], 16, tag_262=0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_a_range_that_is_not_used_is_said_with_its_share(tmp_path, capsys, kind):
+    for bits, words in ((12, r"use [67]% of their range"), (14, "use 25% of their range"), (15, "^$"), (16, "^$")):
+        (tmp_path / str(bits) / "train" / "a").mkdir(parents=True)
+        (tmp_path / str(bits) / "train" / "a" / "x.png").write_bytes(DEEP[kind](FOUR16[..., :3] >> (16 - bits)))
+        capsys.readouterr()
+        open_source(tmp_path / str(bits) / "train")
+        said = [line for line in capsys.readouterr().out.splitlines() if "samples" in line]
+        assert re.search(words, "".join(said))

@@ -208,7 +208,7 @@ BAD_COMMANDS = [
     ("--data-path {source} {tmp}/out", "--short-side"),
     ("{tmp}/out --short-side 9", "--data-path"),
     ("--data-path {source}/train {tmp}/out --short-side 9", "is one split; give the folder that holds it"),
-    ("--data-path {tmp}/dots {tmp}/out --short-side 9", "class '..'"),
+    ("--data-path {tmp}/dots {tmp}/out --short-side 9", "'...tar' is hidden"),
     ("--data-path {source} {tmp}/tars --short-side 9", "is not part of a pack"),
     ("--data-path {source} {tmp}/damaged --short-side 9", "manifest.json is damaged; choose another OUT"),
 ]
