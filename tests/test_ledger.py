@@ -80,17 +80,33 @@ def test_a_record_that_was_cut_off_is_none(finished, root):
     (root / "records" / "digits-1-days-seed0" / "log.txt").mkdir(parents=True)  # so that the file cannot be written
     with pytest.raises(OSError, match=r"log\.txt"):
         add(finished, root, 0, 50.0)
-    assert ledger.read_groups(root / "records") == []
+    ledger.write_tables(root)
+    assert "old" not in (root / "README.md").read_text()
 
 
 def test_runs_of_one_claim_differ_in_the_seed_alone(finished, root):
     add(finished, root, 0, 50.0)
     recipe = (finished / "recipe.toml").read_text()
     (finished / "recipe.toml").write_text(recipe.replace("lr = 0.05", "lr = 0.06"))
-    add(finished, root, 1, 60.0)
     with pytest.raises(UserError, match="seed0 and digits-1-days-seed1 differ in more than the seed"):
-        ledger.write_tables(root)
-    assert "old" in (root / "README.md").read_text()
+        add(finished, root, 1, 60.0)
+    assert [path.name for path in (root / "records").iterdir()] == ["digits-1-days-seed0"]
+    ledger.write_tables(root)
+
+
+def test_kinds_of_processors_are_rows_of_their_own_and_each_claim_has_its_folder(finished, root):
+    add(finished, root, 0, 50.0)
+    run = (finished / "run.json").read_text()
+    (finished / "run.json").write_text(re.sub('"cpu": "[^"]*"', '"cpu": "AVX1"', run))
+    assert add(finished, root, 0, 60.0).name.startswith("digits-1-days-seed0-")
+    assert add(finished, root, 0, 70.0).name.startswith("digits-1-days-seed0-")  # in place of the one before
+    ledger.add_record(finished, "digits: 1 days", root / "records")
+    ledger.write_tables(root)
+    rows = [line.split(" | ") for line in (root / "README.md").read_text().splitlines() if line.startswith("| digits")]
+    assert sorted((row[:2], "AVX1" in row[3]) for row in rows) == [
+        (["| digits, 1 days", "50.00"], False), (["| digits, 1 days", "70.00"], True),
+        (["| digits: 1 days", "70.00"], True),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", [
@@ -141,9 +157,8 @@ def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(roo
     few = ledger.add_record(few, "few", root / "records")
     assert read_json(few / "record.json")["results"] == {"val": {"acc1": 70.5, "n": 4.0}}
     other = write_log(tmp_path / "b.log", "python -c 'torch.manual_seed(2)' --lr 0.2", "Test:  Acc@1 9.0 Acc@5 9.0")
-    ledger.add_record(other, "theirs", root / "records")
     with pytest.raises(UserError, match="differ in more than the seed"):
-        ledger.write_tables(root)
+        ledger.add_record(other, "theirs", root / "records")
     committed[0] += "-dirty"
     with pytest.raises(UserError, match="files had changed since the commit"):
         ledger.add_record(other, "dirty", root / "records")
@@ -154,6 +169,42 @@ def test_a_log_without_its_command_or_a_result_is_no_record(root, tmp_path, text
     (tmp_path / "a.log").write_text(text)
     with pytest.raises(UserError, match="expected `\\$ COMMAND`"):
         ledger.add_record(tmp_path / "a.log", "a", root / "records")
+
+
+@pytest.mark.parametrize(("command", "result", "claim"), [
+    ("python 'a", "Acc@1 5.0", "a"), ("a", "Acc@1 1.2.3", "a"), (f"a --seed {'9' * 5000}", "Acc@1 5.0", "a"),
+    ("a", "Acc@1 500", "a"), *(("a", "Acc@1 5.0", f"a{sign}b") for sign in ("|", "\n", "\x1b[31m", "<img src=x>")),
+])  # fmt: skip
+def test_what_a_table_cannot_hold_leaves_no_record(root, tmp_path, committed, command, result, claim):
+    log = write_log(tmp_path / "a.log", command, f"Test: {result}")
+    with pytest.raises(UserError):
+        ledger.add_record(log, claim, root / "records")
+    assert not list((root / "records").iterdir())
+
+
+@pytest.mark.parametrize("change", [
+    lambda r: r.clear(), lambda r: r.update(claim=3), lambda r: r.update(claim="a\n| b"), lambda r: r.pop("command"),
+    lambda r: r.update(seed="<b>"), lambda r: r.update(processor="a|b"), lambda r: r.update(environment={}),
+    lambda r: r.update(results={}), lambda r: r["results"]["val"].update(acc1=float("nan")),
+    lambda r: r["results"]["val"].update(acc1="9"), lambda r: r.update(hours="x"), lambda r: r.update(date=None),
+])  # fmt: skip
+def test_a_record_of_another_form_is_named_in_one_line(finished, root, change):
+    path = add(finished, root, 0, 50.0) / "record.json"
+    content = read_json(path)
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=re.escape(f"{path} is not as this tool writes it: ")):
+        ledger.write_tables(root)
+    assert "old" in (root / "README.md").read_text()
+
+
+def test_a_run_of_several_labels_is_a_row_of_its_map(finished, root):
+    metrics = (finished / "metrics.jsonl").read_text().replace('"acc1"', '"map"')
+    (finished / "metrics.jsonl").write_text(metrics)
+    ledger.add_record(finished, "several labels", root / "records")
+    ledger.write_tables(root)
+    value = json.loads(metrics.splitlines()[-1])["map"]
+    assert f"| several labels | mAP {value:.2f} |" in (root / "records" / "README.md").read_text()
 
 
 def test_the_tables_are_those_of_the_records_and_no_record_names_a_machine(tmp_path):
