@@ -271,7 +271,8 @@ class Run(BareRun):
             decision = self.decisions.decide(*self.vote())
         self.clock.count(metric_logger.wait_s)
         if self.is_record_due:
-            rates = self.gauges.rates(*self.clock.since("record"))  # by the host's clock: no device is waited for
+            # By the host's clock: a record waits for no device.
+            rates = self.gauges.rates(*self.clock.since("record"))
             self.due.append({**self.here, **self.gauges.read(grad_norm), **rates})
         if metric_logger.is_line_due:
             self.log(metric_logger)
@@ -320,8 +321,7 @@ class Run(BareRun):
         """Show the metrics of all images since the last line, and record an epoch that ends. Collective."""
         self.gather()
         values, n = self.tally.take()
-        steps, train_s, _ = self.clock.since("line")
-        rate = steps * self.args.global_batch_size / train_s
+        rate = self.gauges.rates(*self.clock.since("line"))["images_per_s"]
         metric_logger.show({**values, "img/s": rate}, n, self.epoch_tally.peek()[0])
         if not self.has_steps_left:
             means, _ = self.epoch_tally.take()

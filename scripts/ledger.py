@@ -133,8 +133,7 @@ def add_record(path: Path, claim: str, records: Path) -> Path:
 
 def kind_of(record: dict) -> str:
     """Return the kind of processor that a record is of."""
-    environment = record["environment"]
-    return f"{record['processor']}, {environment.get('gpu') or environment.get('cpu')}"
+    return f"{record['processor']}, {record['environment'].get('gpu') or record['environment'].get('cpu')}"
 
 
 def read_groups(paths: Iterable[Path]) -> list[list[dict]]:
@@ -145,7 +144,6 @@ def read_groups(paths: Iterable[Path]) -> list[list[dict]]:
         content = read_json(path) | {"folder": path.parent}
         with in_one_line(f"{path} is not as this tool writes it"):
             row([content])
-            content["day"] = time.strptime(content["date"], "%Y-%m-%d")
             content["same"] = _SEED.sub(r"\1", " ".join(content["command"]))
             claims.setdefault(content["claim"], []).append(content)
             groups.setdefault((content["claim"], kind_of(content)), []).append(content)
@@ -155,17 +153,16 @@ def read_groups(paths: Iterable[Path]) -> list[list[dict]]:
         if len(group_seeds(runs)) > 1 or (len(runs) < len(group) and len({record["same"] for record in group}) > 1):
             listed = " and ".join(folder.name for folder in folders)
             raise UserError(f"records/{listed} differ in more than the seed; one is of another claim")
-    return sorted(groups.values(), key=lambda group: max(record["day"] for record in group), reverse=True)
+    return sorted(groups.values(), key=lambda group: max(record["date"] for record in group), reverse=True)
 
 
 def row(group: list[dict]) -> str:
     """Return one row of the table: runs of one claim. UserError for text that a table cannot show."""
-    results = [record["results"]["val"] for record in group]
-    name, unit = ("acc1", "") if "acc1" in results[0] else ("map", "mAP ")  # of several labels
-    values = [each[name] for each in results]
+    name = "acc1" if "acc1" in group[0]["results"]["val"] else "map"  # of several labels
+    values = [record["results"]["val"][name] for record in group]
     if not all(0 <= value <= 100 for value in values):
         raise UserError(f"{name} is {values[0]}; expected 0 to 100")
-    shown = f"{unit}{statistics.fmean(values):.2f}"
+    shown = f"{'mAP ' * (name == 'map')}{statistics.fmean(values):.2f}"
     if len(group) > 1:
         shown += f" ({min(values):.2f} to {max(values):.2f}, {len(group)} seeds)"
     hours = [record["hours"] for record in group]
@@ -176,9 +173,9 @@ def row(group: list[dict]) -> str:
         for record in group
     )
     cells = [group[0]["claim"], shown, took, "; ".join(places)]
-    texts = [*cells, *(f"{record['date']} {record['seed']:d} {record['folder'].name}" for record in group)]
-    if wrong := next((text for text in texts if not text.isprintable() or set(text) & set("|<>[]`")), None):
-        raise UserError(f"{wrong!r:.80} breaks a table; leave out line ends, control characters and | < > [ ] `")
+    text = "".join([*cells, *(f"{each['seed']:d} {each['folder'].name} " + each["date"] for each in group)])
+    if not text.isprintable() or set(text) & set("|<>[]`"):
+        raise UserError(f"{text!r:.90} breaks a table; leave out line ends, control characters and | < > [ ] `")
     return f"| {' | '.join(cells)} |\n"
 
 
