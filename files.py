@@ -36,11 +36,13 @@ _LARGEST_JSON = 1 << 24
 def open_regular(path: Path, flags: int, *, follows_links: bool = True) -> int:
     """Return a descriptor of a regular file; a pipe or a device is refused, and never waited for.
 
+    A file that may be created is never opened through a link, which could lead out of its folder.
+
     Raises:
         IsADirectoryError: it exists and is no regular file.
         OSError: it cannot be opened, or is a link that is not followed.
     """
-    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links and not flags & os.O_CREAT else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:

@@ -285,8 +285,7 @@ def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
 
 def bests(run: LoggedRun, name: str) -> dict[str, tuple[float, int]]:
     """Return the best value of each kind of evaluation by a metric, and its step, as `RunState.note_results`."""
-    found = {}
-    sign = -1 if CURVES[name].get("is_lower_better") else 1
+    found, sign = {}, -1 if CURVES[name].get("is_lower_better") else 1
     for kind in kinds_in([run]).keys() - {"train"}:
         points, losses = run.points(kind, name), run.points(kind, "loss")
         if points:
@@ -297,7 +296,7 @@ def bests(run: LoggedRun, name: str) -> dict[str, tuple[float, int]]:
 
 def best_metric(run: LoggedRun) -> str:
     """Return the metric by which a run is ranked: `--best-metric`, or Acc@1 or mAP where that is one's own."""
-    names = [run.options.get("best-metric", "acc1"), "acc1", "map"]
+    names = [str(run.options.get("best-metric", "acc1")), "acc1", "map"]
     kinds = kinds_in([run]).keys() - {"train"}
     return next((name for name in names if name in CURVES and any(run.points(kind, name) for kind in kinds)), "acc1")
 
@@ -313,7 +312,7 @@ def describe_result(run: LoggedRun) -> str:
         after = f"after step {step} ({epoch:.4g} epochs)"
         rows.append([f"{name}, best", f"{value:.3f} {unit}, {after}".replace(" ,", ",")])
         rows.append([f"{name}, last", f"{last:.3f} {unit}, after step {last_step}".replace(" ,", ",")])
-        if (own := run.options.get("best-metric")) not in CURVES and (points := run.points(kind, own)):
+        if (own := str(run.options.get("best-metric"))) not in CURVES and (points := run.points(kind, own)):
             step, last = list(points.items())[-1]
             rows.append(
                 [f"{own}, which chooses best.pth, {kinds_in([run])[kind]}, last", f"{last:.4g}, after step {step}"]
