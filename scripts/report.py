@@ -149,10 +149,10 @@ def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> No
 
 
 def draw_curves(groups: dict[str, list[LoggedRun]]) -> Any:
-    """Return a figure with one plot for each measure; None if there are no curves."""
+    """Return a figure with one plot for each measure, 40 at most; None if there are no curves."""
     runs = [run for group in groups.values() for run in group]
     titles = {name: plain(PANELS.get(name, name)) for name in dict.fromkeys([*CURVES, *results_in(runs), *PANELS])}
-    names = [name for name in titles if any(run.points(kind, name) for run in runs for kind in kinds_in(runs))]
+    names = [name for name in titles if any(run.points(kind, name) for run in runs for kind in kinds_in(runs))][:40]
     if not names:
         return None
     rows = (len(names) + 1) // 2

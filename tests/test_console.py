@@ -93,9 +93,8 @@ def test_a_log_is_continued_in_plain_text(tmp_path, capsys):
 
 def test_a_log_and_a_lock_are_not_written_through_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
-    for flags in (os.O_WRONLY | os.O_APPEND | os.O_CREAT, os.O_RDWR | os.O_CREAT):
-        with pytest.raises(IsADirectoryError):
-            files.open_regular(tmp_path / "link", flags)
+    with pytest.raises(IsADirectoryError):
+        files.open_regular(tmp_path / "link", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     assert not (tmp_path / "theirs").exists()
 
 

@@ -189,6 +189,7 @@ def test_numbers_and_names_that_cannot_be_drawn_are_left_out_or_cut(tmp_path):
 def test_damaged_lines_and_odd_files_are_passed_over(tmp_path):
     run = write_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_bytes().splitlines()
+    lines += [b'{"kind": "val", "step": 99, "epoch": 1, "time": 1, "hours": [1]}']
     lines[1:1] = [b"\xff\x00", b"[]", b'{"kind": "val"}', b'{"kind":"train","step":5,"epoch":0,"loss":NaN,"time":1}']
     (run / "metrics.jsonl").write_bytes(b"\n".join(lines) + b'\n{"kind": "tr')
     (run / "recipe.toml").write_bytes(b"\xff = [")
