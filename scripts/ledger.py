@@ -114,10 +114,10 @@ def add_record(path: Path, claim: str, records: Path) -> Path:
         content = describe_log(path, log)
     if "dirty" in str(content["environment"].get("revision") or "dirty") or not content["processor"]:
         raise UserError(f"{path}: files had changed since the commit; commit them, and run it again")
-    # record.json comes last: a folder without it is no record.
-    files |= {"log.txt": without_paths(log).encode(), "record.json": tool.as_json({"claim": claim, **content})}
     out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
-    with in_one_line(f"{out / 'record.json'} is not as this tool writes it"):
+    with in_one_line(f"{path} or {out / 'record.json'} cannot be read"):
+        # record.json comes last: a folder without it is no record.
+        files |= {"log.txt": without_paths(log).encode(), "record.json": tool.as_json({"claim": claim, **content})}
         held, of = read_json(out / "record.json"), (claim, kind_of(content))
         if held and (held["claim"], kind_of(held)) != of:
             out = out.with_name(f"{out.name}-{zlib.crc32(repr(of).encode()):08x}")
@@ -142,7 +142,7 @@ def read_groups(paths: Iterable[Path]) -> list[list[dict]]:
     groups: dict[tuple[str, str], list[dict]] = {}
     for path in sorted(paths, key=lambda path: path.parent.name):
         content = read_json(path) | {"folder": path.parent}
-        with in_one_line(f"{path} is not as this tool writes it"):
+        with in_one_line(f"records/{path.parent.name}/record.json cannot be a row of the tables"):
             row([content])
             content["same"] = _SEED.sub(r"\1", " ".join(content["command"]))
             claims.setdefault(content["claim"], []).append(content)

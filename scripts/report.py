@@ -166,7 +166,7 @@ def draw_curves(groups: dict[str, list[LoggedRun]]) -> Any:
 
 def draw_confusion(classes: list[str], counts: list[list[int]], title: str) -> Any:
     """Return a figure of counts, rows of true and columns of predicted classes; the last is of others, unless empty."""
-    names, counts = [plain(name)[:24] for name in classes], numpy.array(counts)
+    names, counts = [plain(name)[:24] for name in classes[:32]], numpy.array(counts)
     columns = [*names, "other"] if counts[:, -1].any() else names
     shares = (counts / counts.sum(axis=1, keepdims=True).clip(1))[:, : len(columns)]
     figure = new_figure(max(7, 3 + 0.32 * len(names)), max(6, 2 + 0.32 * len(names)))
