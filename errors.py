@@ -62,6 +62,11 @@ def one_line(text: str) -> str:
     return "".join(shown)
 
 
+def escaped(text: Any) -> str:
+    """Return text each of whose lines is as of `one_line`; whatever `print` is given passes through here."""
+    return "\n".join(map(one_line, str(text).split("\n")))
+
+
 def aligned(rows: list[list[str]], to_left: Container[int] = (0,)) -> list[str]:
     """Return the lines of a table; columns whose numbers are in `to_left` are aligned to the left, others to the right.
 
@@ -84,7 +89,7 @@ def error_line(begin: str, reason: str, *, has_lines: bool = False) -> str:
     line, which leaves the given value and the remedy.
     """
     if has_lines:
-        return "\n".join(map(one_line, f"{begin}: {reason}".split("\n")))
+        return escaped(f"{begin}: {reason}")
     line = f"{begin}: {one_line(reason)}"
     if len(line) > MOST_LINE:
         line = " ".join(each if len(each) <= 80 else f"{each[:20]}...{each[-57:]}" for each in line.split(" "))

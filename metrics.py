@@ -624,11 +624,13 @@ class Tally:
             values |= metric.compute(list(itertools.islice(rest, metric.num_sums)), max(int(count), 1))
         return values, int(count)
 
-    def read_local(self) -> tuple[dict[str, Any], int]:
-        """Return the values of this process's batches since the last call, and the number of their images."""
-        rows = self._read()
-        self._local.append(rows)
-        return self._compute(rows.sum(dim=0))
+    def read_local(self) -> tuple[dict[str, Any], int, dict[str, Any]]:
+        """Return the values of this process's batches since the last call, the number of images, and all values so far.
+
+        Those are of all batches since the processes last gathered theirs.
+        """
+        self._local.append(self._read())
+        return *self._compute(self._local[-1].sum(dim=0)), self._compute(torch.cat(self._local).sum(dim=0))[0]
 
     def synchronize_between_processes(self) -> Tensor:
         """Add up the batches since the last call. Collective: every rank must call it.

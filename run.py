@@ -124,7 +124,6 @@ class Run(BareRun):
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
         self.begun = self.saved = self.saving = self.position  # nothing to save yet
-        self.resumed_means = self.epoch_tally.peek()  # of the images of a resumed epoch before this start
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
         self.monitor = Monitor(own_folder, self.state)
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
@@ -272,7 +271,9 @@ class Run(BareRun):
             decision = self.decisions.decide(*self.vote())
         self.clock.count(metric_logger.wait_s)
         if self.is_record_due:
-            self.due.append({**self.here, **self.gauges.read(grad_norm)})
+            # By the host's clock: a record waits for no device.
+            rates = self.gauges.rates(*self.clock.since("record"))
+            self.due.append({**self.here, **self.gauges.read(grad_norm), **rates})
         if metric_logger.is_line_due:
             self.log(metric_logger)
         if decision.is_written:
@@ -319,12 +320,9 @@ class Run(BareRun):
     def log(self, metric_logger: Any) -> None:
         """Show the metrics of all images since the last line, and record an epoch that ends. Collective."""
         self.gather()
-        if self.resumed_means[1]:
-            metric_logger.show(*self.resumed_means)
-            self.resumed_means = {}, 0
         values, n = self.tally.take()
-        steps, train_s, _ = self.clock.since("line")
-        metric_logger.show({**values, "img/s": steps * self.args.global_batch_size / train_s}, n)
+        rate = self.gauges.rates(*self.clock.since("line"))["images_per_s"]
+        metric_logger.show({**values, "img/s": rate}, n, self.epoch_tally.peek()[0])
         if not self.has_steps_left:
             means, _ = self.epoch_tally.take()
             self.monitor.write("epoch", **self.here, **means, lr=max(group["lr"] for group in self.gauges.groups))
@@ -339,7 +337,6 @@ class Run(BareRun):
         """
         rows = self.tally.synchronize_between_processes()
         steps = rows.view(-1, self.args.num_shards, rows.size(1))
-        rates = self.gauges.rates(*self.clock.since("record")) if self.due else {}
         for number, step in enumerate(steps, self.state.step - len(steps) + 1):
             if not step[:, 0].isfinite().all():
                 raise self.failure(f"the loss of step {number - 1} is not finite")
@@ -347,7 +344,7 @@ class Run(BareRun):
             self.epoch_tally.add(step)
             if self.due and self.due[0]["step"] == number:
                 values, _ = self.window.take()
-                self.monitor.write("train", **values, **self.due.pop(0), **rates)
+                self.monitor.write("train", **values, **self.due.pop(0))
 
     def save(self, *, is_last: bool = False) -> None:
         """Begin to save the run, or end it if its weights are not finite. Collective: every rank must call it.

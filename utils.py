@@ -46,16 +46,16 @@ class SmoothedValue:
         self._unread = []
         self._total, self._count = 0.0, 0
 
-    def update(self, value: float | torch.Tensor, n: int = 1) -> None:
-        """Add the mean of `n` samples."""
-        self._unread.append((value.detach() if isinstance(value, torch.Tensor) else value, n))
+    def update(self, value: float | torch.Tensor, n: int = 1, *, so_far: float | None = None) -> None:
+        """Add the mean of `n` samples; `so_far` is the value over all samples, if it is no mean of theirs."""
+        self._unread.append((value.detach() if isinstance(value, torch.Tensor) else value, n, so_far))
 
     def _read(self) -> None:
-        for value, n in self._unread:
+        for value, n, so_far in self._unread:
             number = float(value)
             self._window.append(number)
-            self._total += number * n
             self._count += n
+            self._total = self._total + number * n if so_far is None else so_far * self._count
         self._unread.clear()
 
     def synchronize_between_processes(self) -> None:
@@ -135,13 +135,16 @@ class MetricLogger:
         """Add one value to each of the named meters."""
         self.show(values)
 
-    def show(self, values: Mapping[str, Any], n: int = 1) -> None:
-        """Add the means of `n` samples to the meters of their names; leave out lists, which need too much room."""
+    def show(self, values: Mapping[str, Any], n: int = 1, so_far: Mapping[str, Any] | None = None) -> None:
+        """Add values of `n` samples to the meters of their names; leave out lists, which need too much room.
+
+        `so_far` holds the values over all samples of those that are no means of samples.
+        """
         for name, value in values.items():
             if isinstance(value, float | int | torch.Tensor):
                 if name not in self.meters:
                     self.add_meter(name, SmoothedValue(fmt=self.formats.get(name)))
-                self.meters[name].update(value, n)
+                self.meters[name].update(value, n, so_far=(so_far or {}).get(name))
 
     def __getattr__(self, name: str) -> SmoothedValue:
         if name in self.__dict__.get("meters", {}):

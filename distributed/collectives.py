@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.launch import Launch, read_launch
-from errors import PreemptedError, UserError, counted
+from errors import PreemptedError, UserError, counted, escaped
 
 # Minutes that bookkeeping may wait, as while rank 0 saves to a slow disk. The stall watchdog ends a run that hangs.
 PATIENCE_MIN = 24 * 60
@@ -117,14 +117,17 @@ def call_on(ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> A
 
 
 def setup_for_distributed(is_master: bool) -> None:
-    """Let `print` print on the master only; `print(..., force=True)` prints anywhere. May be called again."""
+    """Let `print` print on the master only; `print(..., force=True)` prints anywhere. May be called again.
+
+    A terminal obeys control characters, and names of classes, files and metrics may hold them: they become escapes.
+    """
     original = getattr(builtins.print, "original", builtins.print)
 
     def print_on_master(*args: Any, force: bool = False, **kwargs: Any) -> None:
         if is_master or force:
             # A terminal that is gone, or cannot show a name, does not end the run.
             with suppress(OSError, ValueError):
-                original(*args, **kwargs)
+                original(*map(escaped, args), **kwargs)
 
     print_on_master.original = original
     builtins.print = print_on_master

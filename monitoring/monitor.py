@@ -143,8 +143,8 @@ def _parse_record(line: bytes) -> dict | None:
     try:
         record = json.loads(line)
         is_record = isinstance(record["kind"], str) and type(record["step"]) is type(record["epoch"]) is int
-        is_record = is_record and record["step"] >= 0 and record["time"] is not None
         is_record = is_record and all(_is_value(value) for name, value in record.items() if name != "kind")
+        is_record = is_record and record["step"] >= 0 and math.isfinite(record["time"] + (record.get("hours") or 0.0))
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return record if is_record else None

@@ -20,6 +20,7 @@ import torch
 
 from checkpointing.archive import load_checkpoint
 from checkpointing.guard import describe_environment, describe_processor
+from config import find_device
 from errors import UserError, counted
 from monitoring.monitor import read_records
 from scripts import tool
@@ -155,8 +156,7 @@ def main() -> None:
 
     def work() -> None:
         options = parser.parse_args()
-        if options.device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(f"--device {options.device}: torch finds no CUDA device; --device cpu tries the command")
+        options.device = find_device(options)
         if not write_report(options):
             raise UserError("nothing could be measured")
 

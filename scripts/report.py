@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 from PIL import Image, ImageOps
 
+from checkpointing.checkpoint import BEST_NAMES
 from config import IMAGENET_MEAN, IMAGENET_STD
 from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
@@ -92,9 +93,9 @@ class LoggedRun:
         return b""
 
     def points(self, kind: str, name: str) -> dict[int, float]:
-        """Return the values of one curve by their steps."""
+        """Return the values of one curve by their steps, without those too large to be drawn."""
         records = [r for r in self.records if r["kind"] == kind and isinstance(r.get(name), float | int)]
-        return {record["step"]: record[name] for record in records if math.isfinite(record[name])}
+        return {record["step"]: record[name] for record in records if abs(record[name]) < 1e100}
 
 
 def group_seeds(runs: list[LoggedRun]) -> dict[str, list[LoggedRun]]:
@@ -148,10 +149,10 @@ def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> No
 
 
 def draw_curves(groups: dict[str, list[LoggedRun]]) -> Any:
-    """Return a figure with one plot for each measure; None if there are no curves."""
+    """Return a figure with one plot for each measure, 40 at most; None if there are no curves."""
     runs = [run for group in groups.values() for run in group]
-    titles = {name: PANELS.get(name, name) for name in dict.fromkeys([*CURVES, *results_in(runs), *PANELS])}
-    names = [name for name in titles if any(run.points(kind, name) for run in runs for kind in kinds_in(runs))]
+    titles = {name: plain(PANELS.get(name, name)) for name in dict.fromkeys([*CURVES, *results_in(runs), *PANELS])}
+    names = [name for name in titles if any(run.points(kind, name) for run in runs for kind in kinds_in(runs))][:40]
     if not names:
         return None
     rows = (len(names) + 1) // 2
@@ -165,7 +166,7 @@ def draw_curves(groups: dict[str, list[LoggedRun]]) -> Any:
 
 def draw_confusion(classes: list[str], counts: list[list[int]], title: str) -> Any:
     """Return a figure of counts, rows of true and columns of predicted classes; the last is of others, unless empty."""
-    names, counts = [plain(name)[:24] for name in classes], numpy.array(counts)
+    names, counts = [plain(name)[:24] for name in classes[:32]], numpy.array(counts)
     columns = [*names, "other"] if counts[:, -1].any() else names
     shares = (counts / counts.sum(axis=1, keepdims=True).clip(1))[:, : len(columns)]
     figure = new_figure(max(7, 3 + 0.32 * len(names)), max(6, 2 + 0.32 * len(names)))
@@ -189,8 +190,8 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def plain(text: str) -> str:
-    """Return text in which matplotlib finds no formula and no character that cannot be drawn."""
-    return one_line(text).replace("$", r"\$")
+    """Return text in which matplotlib finds no formula and no character that cannot be drawn, the middle cut out."""
+    return one_line(text if len(text) <= 200 else f"{text[:100]}...{text[-90:]}").replace("$", r"\$")
 
 
 def embedded(content: bytes, name: str, form: str) -> str:
@@ -282,10 +283,9 @@ def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
     return [row for n, v in pairs for row in (flat(v, f"{n}.") if isinstance(v, dict) else [(n, v)])]
 
 
-def bests(run: LoggedRun) -> dict[str, tuple[float, int]]:
-    """Return the best value of each kind of evaluation, by `best_metric`, and its step, as `RunState.note_results`."""
-    name, found = best_metric(run), {}
-    sign = -1 if CURVES[name].get("is_lower_better") else 1
+def bests(run: LoggedRun, name: str) -> dict[str, tuple[float, int]]:
+    """Return the best value of each kind of evaluation by a metric, and its step, as `RunState.note_results`."""
+    found, sign = {}, -1 if CURVES[name].get("is_lower_better") else 1
     for kind in kinds_in([run]).keys() - {"train"}:
         points, losses = run.points(kind, name), run.points(kind, "loss")
         if points:
@@ -296,7 +296,7 @@ def bests(run: LoggedRun) -> dict[str, tuple[float, int]]:
 
 def best_metric(run: LoggedRun) -> str:
     """Return the metric by which a run is ranked: `--best-metric`, or Acc@1 or mAP where that is one's own."""
-    names = [run.options.get("best-metric", "acc1"), "acc1", "map"]
+    names = [str(run.options.get("best-metric", "acc1")), "acc1", "map"]
     kinds = kinds_in([run]).keys() - {"train"}
     return next((name for name in names if name in CURVES and any(run.points(kind, name) for kind in kinds)), "acc1")
 
@@ -305,14 +305,14 @@ def describe_result(run: LoggedRun) -> str:
     """Return the table of what a run has reached, and of what it is."""
     about, status = (read_json(run.folder / name) for name in ("run.json", "status.json"))
     rows = []
-    for kind, (value, step) in bests(run).items():
+    for kind, (value, step) in bests(run, best_metric(run)).items():
         title, _, unit = PANELS[best_metric(run)].partition(", ")
         last_step, last = list(run.points(kind, best_metric(run)).items())[-1]
         name, epoch = f"{title}, {kinds_in([run])[kind]}", step / run.steps_per_epoch
         after = f"after step {step} ({epoch:.4g} epochs)"
         rows.append([f"{name}, best", f"{value:.3f} {unit}, {after}".replace(" ,", ",")])
         rows.append([f"{name}, last", f"{last:.3f} {unit}, after step {last_step}".replace(" ,", ",")])
-        if (own := run.options.get("best-metric")) not in CURVES and (points := run.points(kind, own)):
+        if (own := str(run.options.get("best-metric"))) not in CURVES and (points := run.points(kind, own)):
             step, last = list(points.items())[-1]
             rows.append(
                 [f"{own}, which chooses best.pth, {kinds_in([run])[kind]}, last", f"{last:.4g}, after step {step}"]
@@ -323,7 +323,8 @@ def describe_result(run: LoggedRun) -> str:
     rows.append(["images a second", f"{statistics.median(rates):.1f} in training" if rates else ""])
     rows.append(["model", run.options.get("model")])
     rows.append(["data", " ".join(str(run.options.get(name, "")) for name in ("data-path", "synthetic"))])
-    rows.append(["command", shlex.join(["python", *map(str, about.get("command", []))])])
+    command = about.get("command")
+    rows.append(["command", shlex.join(["python", *map(str, command)]) if isinstance(command, list) else command])
     return table([], [row for row in rows if any(row[1:]) and str(row[1]).strip()])
 
 
@@ -344,16 +345,20 @@ def describe_run(run: LoggedRun) -> dict[str, str]:
 
 
 def rank_runs(runs: list[LoggedRun]) -> str:
-    """Return the table of several runs, the best first, with the options that differ."""
+    """Return the table of several runs, the best first, with the options that differ.
+
+    All are ranked by the first one's metric, and on the set that chooses best.pth, never on one of `--eval-data`.
+    """
     names = dict.fromkeys(name for run in runs for name in run.options)
     differing = [n for n in names if len({json.dumps(run.options.get(n), default=str) for run in runs}) > 1]
     name, rows = best_metric(runs[0]), []
     sign = -1 if CURVES[name].get("is_lower_better") else 1
     for run in runs:
-        best, step = max(bests(run).values(), key=lambda found: sign * found[0], default=(math.nan, 0))
-        rows.append([run.name, best, f"{step / run.steps_per_epoch:.4g}", run.took, *map(run.options.get, differing)])
+        found = [(*best, kind) for kind, best in bests(run, name).items() if kind in BEST_NAMES]
+        best, step, kind = max(found, key=lambda each: sign * each[0], default=(math.nan, 0, ""))
+        rows.append([run.name, best, kind, step / run.steps_per_epoch, run.took, *map(run.options.get, differing)])
     rows.sort(key=lambda row: (math.isnan(row[1]), -sign * row[1]))
-    return table(["run", f"best {PANELS[name].partition(',')[0]}", "epoch", "time", *differing], rows)
+    return table(["run", f"best {PANELS[name].partition(',')[0]}", "of", "epoch", "time", *differing], rows)
 
 
 def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:

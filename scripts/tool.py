@@ -4,6 +4,7 @@ Any function of a tool may raise `UserError` for a given value that cannot be us
 """
 
 import argparse
+import builtins
 import errno
 import json
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from distributed.signals import open_closed_files
-from errors import ImageError, StorageError, UserError, error_line, explain_limit, loader_killed
+from errors import ImageError, StorageError, UserError, error_line, escaped, explain_limit, loader_killed
 from files import explain_failure, make_folder, write_atomically
 from options import BY_NAME, OneLineParser
 
@@ -133,6 +134,8 @@ def write_report(path: Path, content: Any) -> None:
 
 def explain(error: BaseException) -> BaseException:
     """Return a one-line error for one of torch's or the system's that a user can act on, and any other unchanged."""
+    if isinstance(error, RecursionError):
+        return UserError("a file is nested too deeply to be read; it is damaged, or no file of a run")
     if isinstance(error, RuntimeError):
         is_killed = "DataLoader worker (pid" in str(error)
         return loader_killed(str(error)) if is_killed else explain_limit(error) or error
@@ -190,6 +193,8 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str) -> Non
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     warnings.simplefilter("ignore")  # Pillow's, on large images and odd palettes; torch's, on more workers than cores
     open_closed_files()
+    original = builtins.print  # a terminal obeys control characters, and names may hold them
+    builtins.print = lambda *texts, **how: original(*map(escaped, texts), **how)
     try:
         exit_code, message = work() or 0, ""
         sys.stdout.flush()

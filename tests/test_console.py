@@ -8,11 +8,14 @@ import shlex
 import signal
 import sys
 
+import pytest
 from PIL import Image
 
 import errors
+import files
 from loading import progress
 from monitoring import console
+from tests.images import write_images
 from tests.ranks import run_ranks, tool_rank, train_rank
 from tests.started import SMALL_ANYWHERE
 
@@ -86,6 +89,24 @@ def test_a_log_is_continued_in_plain_text(tmp_path, capsys):
     log.close()
     first, start, *rest = (tmp_path / "log.txt").read_text().splitlines()
     assert (first, start[:5], rest) == ("cut by a ki", "==== ", ["bold", "done"])
+
+
+def test_a_log_and_a_lock_are_not_written_through_a_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    with pytest.raises(IsADirectoryError):
+        files.open_regular(tmp_path / "link", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_names_from_outside_are_no_commands_to_a_terminal(tmp_path):
+    images = write_images(tmp_path, {"train": [10, 10, 1], "val": [1, 1, 1]})
+    for split in ("train", "val"):
+        (images / split / "class2").rename(images / split / "\x1b[31mred")
+    out = tmp_path / "\x1b[32mrun"
+    argv = ["--data-path", images, *SMALL_ANYWHERE, "--output-dir", out, "--epochs", 1, "--batch-size", 8]
+    run = run_ranks(train_rank, 1, [str(word) for word in argv], log_folder=tmp_path).check().output
+    assert "uneven: \\x1b[31mred has 1 image" in run
+    assert "\x1b" not in run + run_ranks(tool_rank, 1, "report", [out], log_folder=tmp_path).check().output
 
 
 def test_numbers_have_their_units():

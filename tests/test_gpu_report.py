@@ -53,6 +53,7 @@ def test_readers_tell_a_good_result_from_a_bad_one(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_refused_in_one_line(tmp_path):
-    refused(run_ranks(tool_rank, 1, "gpu_report", [], log_folder=tmp_path), "gpu_report", 2)
+@pytest.mark.parametrize("argv", [[], ["--device", "foo"]])
+def test_without_a_gpu_it_is_refused_in_one_line(tmp_path, argv):
+    refused(run_ranks(tool_rank, 1, "gpu_report", argv, log_folder=tmp_path), "gpu_report", 2)
     assert not Path("gpu-report.json").exists()

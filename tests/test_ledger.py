@@ -80,17 +80,33 @@ def test_a_record_that_was_cut_off_is_none(finished, root):
     (root / "records" / "digits-1-days-seed0" / "log.txt").mkdir(parents=True)  # so that the file cannot be written
     with pytest.raises(OSError, match=r"log\.txt"):
         add(finished, root, 0, 50.0)
-    assert ledger.read_groups(root / "records") == []
+    ledger.write_tables(root)
+    assert "old" not in (root / "README.md").read_text()
 
 
 def test_runs_of_one_claim_differ_in_the_seed_alone(finished, root):
     add(finished, root, 0, 50.0)
     recipe = (finished / "recipe.toml").read_text()
     (finished / "recipe.toml").write_text(recipe.replace("lr = 0.05", "lr = 0.06"))
-    add(finished, root, 1, 60.0)
     with pytest.raises(UserError, match="seed0 and digits-1-days-seed1 differ in more than the seed"):
-        ledger.write_tables(root)
-    assert "old" in (root / "README.md").read_text()
+        add(finished, root, 1, 60.0)
+    assert [path.name for path in (root / "records").iterdir()] == ["digits-1-days-seed0"]
+    ledger.write_tables(root)
+
+
+def test_each_kind_of_processor_is_a_row_and_each_claim_a_folder(finished, root):
+    add(finished, root, 0, 50.0)
+    run = (finished / "run.json").read_text()
+    (finished / "run.json").write_text(re.sub('"cpu": "[^"]*"', '"cpu": "AVX1"', run))
+    for acc1 in (60.0, 70.0):  # the second replaces the first
+        assert add(finished, root, 0, acc1).name.startswith("digits-1-days-seed0-")
+    metrics = (finished / "metrics.jsonl").read_text().replace('"acc1"', '"map"')  # as of several labels
+    (finished / "metrics.jsonl").write_text(metrics)
+    ledger.add_record(finished, "digits: 1 days", root / "records")
+    ledger.write_tables(root)
+    lines = (root / "records" / "README.md").read_text().splitlines()
+    rows = sorted([*line.split(" | ")[:2], "AVX1" in line] for line in lines if line.startswith("| digits"))
+    assert [row[1:] for row in rows] == [["50.00", False], ["70.00", True], ["mAP 70.00", True]]
 
 
 @pytest.mark.parametrize("change", [
@@ -141,19 +157,37 @@ def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(roo
     few = ledger.add_record(few, "few", root / "records")
     assert read_json(few / "record.json")["results"] == {"val": {"acc1": 70.5, "n": 4.0}}
     other = write_log(tmp_path / "b.log", "python -c 'torch.manual_seed(2)' --lr 0.2", "Test:  Acc@1 9.0 Acc@5 9.0")
-    ledger.add_record(other, "theirs", root / "records")
     with pytest.raises(UserError, match="differ in more than the seed"):
-        ledger.write_tables(root)
+        ledger.add_record(other, "theirs", root / "records")
     committed[0] += "-dirty"
     with pytest.raises(UserError, match="files had changed since the commit"):
         ledger.add_record(other, "dirty", root / "records")
 
 
-@pytest.mark.parametrize("text", ["", "Test: Acc@1 1.0 Acc@5 2.0", "$ python train.py\nTest:  [0/3] acc1: 1.0"])
-def test_a_log_without_its_command_or_a_result_is_no_record(root, tmp_path, text):
-    (tmp_path / "a.log").write_text(text)
-    with pytest.raises(UserError, match="expected `\\$ COMMAND`"):
-        ledger.add_record(tmp_path / "a.log", "a", root / "records")
+@pytest.mark.parametrize(("text", "words"), [
+    ("", "expected `$ COMMAND`"), ("Test: Acc@1 1.0 Acc@5 2.0", "expected `$ COMMAND`"),
+    ("$ python train.py\nTest:  [0/3] acc1: 1.0", "expected `$ COMMAND`"), ("$ a 'b\nTest: Acc@1 5.0", "No closing"),
+    ("$ a\nTest: Acc@1 1.2.3", "1.2.3"), (f"$ a --seed {'9' * 5000}\nTest: Acc@1 5.0", "digits"),
+    ("$ a\nTest: Acc@1 500", "0 to 100"), (f"$ a\nTest: Acc@1 {'9' * 400}", "inf"), ("claim |", "a table"),
+    ("claim \n", "a table"), ("claim \x1b", "a table"), ("claim <img src=x>", "a table"),
+])  # fmt: skip
+def test_a_log_or_a_claim_that_no_row_can_show_leaves_no_record(root, tmp_path, committed, text, words):
+    (tmp_path / "a.log").write_text("$ a\nTest: Acc@1 5.0" if text.startswith("claim") else text)
+    with pytest.raises(UserError, match=re.escape(words)):
+        ledger.add_record(tmp_path / "a.log", text, root / "records")
+    assert not list((root / "records").iterdir())
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"claim": 3}, {"claim": "a\n| b"}, {"command": None}, {"seed": "<b>"}, {"processor": "a|b"}, {"date": None},
+    {"results": {"val": {"acc1": float("nan")}}}, {"results": {}}, {"environment": {}}, {"hours": "x"},
+])  # fmt: skip
+def test_a_record_of_another_form_is_named_in_one_line(finished, root, change):
+    path = add(finished, root, 0, 50.0) / "record.json"
+    path.write_text(json.dumps(change and read_json(path) | change))
+    with pytest.raises(UserError, match=r"digits-1-days-seed0/record\.json cannot be a row of the tables: "):
+        ledger.write_tables(root)
+    assert "old" in (root / "README.md").read_text()
 
 
 def test_the_tables_are_those_of_the_records_and_no_record_names_a_machine(tmp_path):

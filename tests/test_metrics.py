@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import recall_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -92,6 +93,18 @@ def test_a_metric_of_ones_own_is_the_same_in_every_bit_at_any_world_size(tmp_pat
     assert result["worst_class"] == min(result["by_class"][:3])
     assert result["even"] == 100 * sum(hits[::2]) / len(hits[::2])
     assert result["acc1"] == 100 * sum(hits) / NUM_IMAGES
+
+
+def test_the_means_of_a_line_are_of_all_images_so_far(capsys):
+    measured = [metrics.Accuracy(), metrics.BalancedAccuracy(NUM_CLASSES)]
+    train.measure(nn.Identity(), nn.CrossEntropyLoss(), loader_of(0, 1), torch.device("cpu"), 2, metrics=measured)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "balanced_acc: " in line]
+    scores, labels = scored_images()
+    for line, number in zip(lines, (4, 12, 20, NUM_IMAGES), strict=False):
+        there = labels[:number].unique()
+        shares = recall_score(labels[:number], scores[:number].argmax(1), labels=there, average=None, zero_division=0)
+        means = 100 * shares.mean(), (shares == 0).sum()
+        assert re.search(r"balanced_acc: \S+ \({:.4f}\)  never_right: \S+ \({:.4f}\)".format(*means), line)
 
 
 def test_a_plain_loader_tells_no_numbers():

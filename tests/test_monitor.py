@@ -107,6 +107,21 @@ def test_an_epochs_training_loss_is_one_number_everywhere(finished, each_step, t
         assert re.search(rf"<td>\[{epoch}\]<td>{3 * epoch + 3}<td>[^<]+<td>[^<]+<td>{loss:.5g}<td>", page)
 
 
+def test_rates_are_of_a_records_own_steps_and_lines_of_all_images_of_an_epoch(image_folder, tmp_path):
+    # A slow sixth step is the first of the second record; before that one is begun, a line of the fourth step is shown.
+    slow = "import time\n\ndef rate(epoch, epochs):\n    time.sleep(2 * (round(3 * epoch) == 5))\n    return 1\n"
+    (tmp_path / "slow.py").write_text(slow)
+    argv = ["--lr-scheduler", tmp_path / "slow.py:rate", "--lr-per-step", "--metrics", "balanced_acc"]
+    faults = [(0, "torch.optim.SGD.step", 11, "before")]
+    output = train_in(tmp_path, image_folder, *argv, faults=faults).output
+    output += train_in(tmp_path, image_folder, *argv, "--resume", "auto").check().output
+    records = read_records(tmp_path / "run")
+    first, second, _ = (5 * 8 / record["images_per_s"] for record in records if record["kind"] == "train")
+    assert second >= 2, first
+    means = [(str(r["epoch"]), f"{r['balanced_acc']:.4f}") for r in records if r["kind"] == "epoch"]
+    assert re.findall(r"Epoch: \[(\d)\]  \[2/3\].* balanced_acc: \S+ \((\S+)\)", output) == means
+
+
 def test_norms_and_rates_are_those_of_the_checkpoint(finished):
     record = [record for record in read_records(finished.out) if record["kind"] == "train"][-1]
     state = torch.load(finished.out / "checkpoint.pth", weights_only=True)

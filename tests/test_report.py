@@ -13,7 +13,8 @@ from PIL import Image
 from checkpointing.folder import OWN_FILES
 from errors import UserError
 from scripts.report import LoggedRun, compare_runs, draw_confusion, draw_curves, group_seeds, rank_runs, write_report
-from tests.ranks import REPOSITORY
+from tests.exports import refused
+from tests.ranks import REPOSITORY, run_ranks, tool_rank
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
 COUNTS = {
@@ -155,18 +156,40 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
     assert accuracies.lines[0].get_xydata()[1] == pytest.approx([2, mean])
     assert accuracies.collections[0].get_paths()[0].vertices[:, 1].max() == pytest.approx(mean + deviation)
     ranked = Cells(rank_runs(runs)).rows
-    assert ranked[0] == ["run", "best Acc@1", "epoch", "time", "lr", "seed"]
+    assert ranked[0] == ["run", "best Acc@1", "of", "epoch", "time", "lr", "seed"]
     assert [row[1:] for row in ranked[1:]] == [  # the best first
-        ["80", "2", "2h30m", "0.1", "2"], ["40", "2", "2h30m", "0.1", "1"], ["20", "2", "2h30m", "0.1", "0"],
-        ["20", "2", "2h30m", "0.2", "0"],
+        ["80", "val", "2", "2h30m", "0.1", "2"], ["40", "val", "2", "2h30m", "0.1", "1"],
+        ["20", "val", "2", "2h30m", "0.1", "0"], ["20", "val", "2", "2h30m", "0.2", "0"],
     ]  # fmt: skip
     page = Cells("".join(compare_runs(groups).values()))
     assert next(row[2:] for row in page.rows if row[1] == "val acc1") == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
 
 
+def test_runs_are_ranked_on_the_set_that_chooses_the_best_by_one_metric(tmp_path):
+    runs = [write_run(tmp_path / name, factor=factor) for name, factor in (("good", 2.5), ("bad", 1.0))]
+    with open(runs[1] / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "easy", "step": 20, "epoch": 1, "acc1": 99.0, "loss": 0.1, "time": 1}')
+    (runs[1] / "recipe.toml").write_text('[optimization]\nbest-metric = "loss"\n')
+    rows = Cells(rank_runs([LoggedRun(run) for run in runs])).rows[1:]
+    assert [row[:3] for row in rows] == [[str(runs[0]), "50", "val"], [str(runs[1]), "20", "val"]]
+
+
+def test_numbers_and_names_that_cannot_be_drawn_are_left_out_or_cut(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "run.json").write_text('{"command": 3}')
+    first, *others = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    others[0] |= {"kind": "k" * 100_000, "m" * 100_000: 1.0, "$\\frac{": 1.0}
+    records = [{**first, "loss": loss} for loss in (1.7e308, -1.7e308)] + others
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert write_report([run]).stat().st_size < 2e6
+    (run / "run.json").write_text('{"a":' * 900 + "1" + "}" * 900)
+    assert "nested" in refused(run_ranks(tool_rank, 1, "report", [run], log_folder=tmp_path), "report")
+
+
 def test_damaged_lines_and_odd_files_are_passed_over(tmp_path):
     run = write_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_bytes().splitlines()
+    lines += [b'{"kind": "val", "step": 99, "epoch": 1, "time": 1, "hours": [1]}']
     lines[1:1] = [b"\xff\x00", b"[]", b'{"kind": "val"}', b'{"kind":"train","step":5,"epoch":0,"loss":NaN,"time":1}']
     (run / "metrics.jsonl").write_bytes(b"\n".join(lines) + b'\n{"kind": "tr')
     (run / "recipe.toml").write_bytes(b"\xff = [")
