@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from randomness import FORWARD, seed_device
+from randomness import FORWARD, UPDATE, seed_device
 from sampler import VirtualShards
 
 
@@ -36,6 +36,24 @@ def broadcast_from_master(tensors: Sequence[Tensor]) -> None:
     if dist.is_initialized():
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
+
+
+def find_buffers(model: nn.Module) -> list[tuple[dict, str]]:
+    """Return where a model's modules keep their buffers, and the names: a forward pass may assign new ones."""
+    parts = [part._buffers for part in model.modules()]
+    return [(part, name) for part in parts for name, buffer in part.items() if buffer is not None]
+
+
+@contextmanager
+def kept_buffers(found: Sequence[tuple[dict, str]]) -> Iterator[None]:
+    """Leave buffers as they are, whatever changes or replaces them inside."""
+    buffers = [part[name] for part, name in found]
+    saved = [buffer.clone() for buffer in buffers]
+    yield
+    if saved:
+        torch._foreach_copy_(buffers, saved)
+    for (part, name), buffer in zip(found, buffers, strict=True):
+        part[name] = buffer
 
 
 class PairwiseGradientSum:
@@ -186,7 +204,7 @@ class ShardedStep:
         # DDP computes a mean over processes, and accumulation a sum over local micro-batches: this factor makes both a
         # mean over all. It is 1 in torchvision's case of one micro-batch per process, so nothing is rounded there.
         self.loss_scale = 1.0 if is_deterministic else 1.0 / shards.num_local
-        self._buffers = list(model.buffers())
+        self._buffers = find_buffers(model)
 
     @contextmanager
     def shard(self, step: int, shard: int) -> Iterator[None]:
@@ -198,19 +216,21 @@ class ShardedStep:
         """
         seed_device(self.device, FORWARD, self.seed, step, shard)
         is_last = shard == self.shards.local[-1]
-        saved = [buffer.clone() for buffer in self._buffers] if shard != 0 else []
         is_ddp = isinstance(self.model, DistributedDataParallel)
-        with self.model.no_sync() if is_ddp and not is_last else nullcontext():
+        sync = self.model.no_sync() if is_ddp and not is_last else nullcontext()
+        with sync, kept_buffers(self._buffers if shard != 0 else []):
             yield
-        if saved:
-            torch._foreach_copy_(self._buffers, saved)
         if self.gradient_sum is not None:
             self.gradient_sum.add_shard()
 
-    def finish_gradients(self) -> None:
-        """Make every parameter's gradient the mean over all micro-batches. Collective: every rank must call it."""
+    def finish_gradients(self, step: int) -> None:
+        """Make every parameter's gradient the mean over all micro-batches, and seed the draws of the optimizer.
+
+        Collective: every rank must call it.
+        """
         if self.gradient_sum is not None:
             self.gradient_sum.finish()
+        seed_device(self.device, UPDATE, self.seed, step)
 
 
 def build_sharded_step(args: Any, model: nn.Module, shards: VirtualShards, device: torch.device) -> ShardedStep:

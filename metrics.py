@@ -1,6 +1,8 @@
 """Losses, distillation from a teacher, and the metrics that training lines and evaluations show."""
 
+import copy
 import itertools
+import json
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -181,14 +183,12 @@ def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
     weight = class_weights(args, train) if args.class_weights and train is not None else None
     if args.criterion is not None:
         with in_one_line(f"--criterion {args.criterion}"):
+            torch.manual_seed(args.seed)  # in a resumed run too
             criterion = load_function("criterion", args)()
             if not callable(criterion):
                 raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
             for target in [] if train is None else _example_targets(args, len(train.classes)):
-                with in_one_line(f"targets of shape {tuple(target.shape)}"):
-                    loss = criterion(torch.zeros(len(target), len(train.classes)), target)
-                if not isinstance(loss, Tensor) or loss.ndim:
-                    raise UserError(f"the loss is {loss!r:.60}; expected the mean of a batch, a 0-d tensor")
+                _check_loss(criterion, torch.zeros(len(target), len(train.classes)), target)
         criterion = criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
     elif args.bce_loss:
         criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh, weight)
@@ -198,6 +198,25 @@ def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
         criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     weight = models.AUXILIARY_WEIGHTS.get(args.model)
     return criterion if weight is None else AuxiliaryLoss(criterion, weight)
+
+
+def _check_loss(criterion: Any, output: Tensor, target: Tensor) -> None:
+    """Refuse a loss of the user's own that is no mean, has no gradient, or has numbers that nobody trains or saves."""
+    trial = copy.deepcopy(criterion)
+    with in_one_line(f"targets of shape {tuple(target.shape)}"):
+        loss, twice = trial(output, target), trial(output.repeat(2, 1).requires_grad_(), torch.cat([target, target]))
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise UserError(f"the loss is {loss!r:.60}; expected the mean of a batch, a 0-d tensor")
+    if not twice.requires_grad:
+        raise UserError("the loss has no gradient: something between it and the scores, such as argmax, has none")
+    if loss and torch.isclose(twice, 2 * loss, rtol=1e-3):
+        raise UserError(f"the loss of a batch is {loss:g} and of two copies {twice:g}; expected the mean, not a sum")
+    named = [
+        [*each.named_parameters(), *each.named_buffers()] for each in (criterion, trial) if hasattr(each, "training")
+    ]
+    for (name, before), (_, after) in zip(*named, strict=True) if named else ():
+        if before.requires_grad or not torch.equal(before, after):
+            raise UserError(f"{name} of the loss changes, but is neither trained nor saved; make it part of the model")
 
 
 def _example_targets(args: Any, num_classes: int) -> list[Tensor]:
@@ -565,18 +584,22 @@ def _check_metric(metric: Any, num_classes: int, targets: list[Tensor], taken: s
     if both := metric.curves.keys() & (taken | RESERVED):
         raise UserError(f"its curve {min(both)} has a name that is taken; give it another")
     for target in targets:
-        batch = torch.zeros(len(target), num_classes), target, torch.arange(len(target))
+        numbers = torch.arange(len(target))
+        batch = 20.0 * one_hot(numbers % num_classes, num_classes), target, numbers  # sure of a class
         with in_one_line(f"targets of shape {tuple(target.shape)}"):
-            sums = metric.batch_sums(*batch)
+            sums, twice = (metric.batch_sums(*(torch.cat([each] * copies) for each in batch)) for copies in (1, 2))
         if not all(isinstance(each, Tensor) for each in sums):
             raise UserError("batch_sums returns no list of tensors; leave .item() out, which waits for the device")
         if (number := sum(each.numel() for each in sums)) != metric.num_sums:
             raise UserError(f"batch_sums returns {number} sums, and its num_sums is {metric.num_sums}; give num_sums")
+        if not all(torch.allclose(2.0 * one, 1.0 * two) for one, two in zip(sums, twice, strict=True)):
+            raise UserError("batch_sums of a batch twice over are not twice its own: return sums, and keep no state")
     values = metric.compute([float(each) for part in sums for each in part.flatten()], len(target))
     metric.observe(*batch)
     values |= metric.gather()
     if bad := [name for name, value in values.items() if type(value) not in (int, float, list)]:
         raise UserError(f"compute returns a {type(values[bad[0]]).__name__} as {bad[0]}; expected a float")
+    json.dumps(values)  # such as lists
     if lacking := metric.curves.keys() - values.keys():
         raise UserError(f"compute returns no {min(lacking)}, which curves names")
 

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
+from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,15 +30,35 @@ def own_code(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def hash_code(own: Sequence[tuple[str, str]]) -> str:
-    """Return each option with a hash of its file, without the modules that it imports; none of a missing file.
+    """Return each option with a hash of its file and of each module that this imports from its own folder.
 
-    `own` are pairs of `own_code`, or of an option and a file.
+    `own` are pairs of `own_code`, or of an option and a file; a missing file has no hash.
+
+    Raises:
+        UserError: two files import modules of one name from their own folders: Python would give both the first.
     """
-    hashes = []
+    hashes, known = [], {}
     for name, value in own:
-        with suppress(OSError), open_to_read((split_custom(value) or (value,))[0]) as file:
-            hashes.append(f"{name} {hashlib.sha256(file.read()).hexdigest()[:16]}")
+        path = (split_custom(value) or (value,))[0]
+        for module, part in {"": path, **_find_modules(path)}.items():
+            if module and known.setdefault(module, part) != part:
+                raise UserError(f"{BY_NAME[name].flag} {value}: {part} and {known[module]} have one name; rename one")
+            with suppress(OSError), open_to_read(part) as file:
+                hashes.append(f"{f'{name} {module}'.strip()} {hashlib.sha256(file.read()).hexdigest()[:16]}")
     return ", ".join(hashes)
+
+
+def _find_modules(path: str) -> dict[str, str]:
+    """Return the files that a Python file imports from its own folder, by the modules' names, without running any."""
+    folder = os.path.dirname(os.path.realpath(path))
+    if not path.endswith(".py") or not os.path.isfile(path) or Path(folder) == Path(__file__).resolve().parents[1]:
+        return {}
+    finder = ModuleFinder([folder])
+    with suppress(Exception):  # such as a syntax error, which `load_function` finds
+        finder.run_script(path)
+    files = {name: module.__file__ for name, module in sorted(finder.modules.items()) if name != "__main__"}
+    # Others of these names, such as this project's own, have precedence.
+    return {name: file for name, file in files.items() if file and find_spec(name.partition(".")[0]) is None}
 
 
 def check_code(args: Any) -> None:
@@ -62,7 +84,7 @@ def load_function(option: str, args: Any, value: str | None = None) -> Callable[
         raise UserError(f"{flag} {value}: there is no such file; give FILE.py:FUNCTION")
     try:
         module = _run_file(os.path.realpath(path))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == os.path.realpath(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error's own

@@ -15,8 +15,13 @@ from tests.started import refused, run_train
 from tests.test_resume import check_same_weights
 
 SAME = """
+import os
+import random
+import sys
+import numpy
 import torch
 from torch import nn
+from tests.tiny import Tiny
 
 def sgd(parameters, lr, weight_decay, momentum):
     return torch.optim.SGD(parameters, lr, momentum, weight_decay=weight_decay, foreach=True)
@@ -47,6 +52,73 @@ def smaller():
 def line(epoch, epochs):
     return 1 - epoch / epochs
 
+class Noisy(torch.optim.Optimizer):
+    generator = None
+
+    def __init__(self, parameters, lr, weight_decay):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn(p.shape, generator=self.generator), alpha=0.01).sub_(p.grad, alpha=0.01)
+            p.mul_(1 + 0.001 * numpy.random.rand() * random.random())
+
+class Apart(Noisy):
+    @property
+    def generator(self):
+        return torch.Generator().manual_seed(os.getpid())
+
+def noisy_loss():
+    prior = torch.rand(3)
+    return lambda output, target: nn.functional.cross_entropy(output + prior + torch.randn(3), target)
+
+class Counting(Tiny):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, image):
+        self.count = self.count + self.training
+        return super().forward(image)
+
+class Moving(Smooth):
+    def __init__(self, num_calls=0, is_trained=False):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=is_trained)
+
+    def forward(self, output, target):
+        self.mean = self.mean + 1
+        return super().forward(output, target) * self.scale
+
+def trained():
+    return Moving(is_trained=True)
+
+def summed():
+    return nn.CrossEntropyLoss(reduction="sum")
+
+def error_rate():
+    return lambda output, target: (output.argmax(1) != target).float().mean()
+
+def forgetful():
+    generator = numpy.random.default_rng(0)
+    return lambda image: image.rotate(generator.integers(4) * 90)
+
+def exits():
+    sys.exit(0)
+
+def exits_later():
+    def loss(output, target):
+        return sys.exit(0) if len(target) > 4 else torch.nn.functional.cross_entropy(output, target)
+    return loss
+
+def drawn(epoch, epochs):
+    return random.random()
+
+def tensor_line(epoch, epochs):
+    return torch.tensor(1 - epoch / epochs, dtype=torch.float64)
+
 def below_zero(epoch, epochs):
     return -1.0
 
@@ -57,7 +129,7 @@ def fails_later():
     seen = []
     def augment(image):
         seen.append(1)
-        return image if len(seen) < 3 else 1 / 0
+        return image if len(seen) < 20 else 1 / 0
     return augment
 
 def half_negative(epoch, epochs):
@@ -110,6 +182,20 @@ class Hard(Count):
 def hard(num_classes):
     return Hard()
 
+class Mean(Hard):
+    def batch_sums(self, output, target, index):
+        return [(output.argmax(1) == target).float().mean()]
+
+def mean(num_classes):
+    return Mean()
+
+class Lists(Count):
+    def compute(self, sums, count):
+        return {"x": 1.0, "each": [torch.ones(())]}
+
+def lists(num_classes):
+    return Lists()
+
 class Ungathered(Count):
     def gather(self, *names):
         return {names[0]: 1.0}
@@ -125,7 +211,6 @@ class Numpy(Count):
 def numpys(num_classes):
     return Numpy()
 
-import os
 from pathlib import Path
 from loading.source import Source
 
@@ -313,6 +398,14 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--metrics {}:named_images", "its curve images has a name that is taken"),
     ("--metrics {}:ones {}:twos", "its curve x has a name that is taken"),
     ("--metrics {}:two_sums", "batch_sums returns 2 sums, and its num_sums is 1; give num_sums"),
+    ("--metrics {}:mean", "batch_sums of a batch twice over are not twice its own"),
+    ("--metrics {}:lists", "Object of type Tensor is not JSON serializable"),
+    ("--criterion {}:summed", "the loss of a batch is 2.19722 and of two copies 4.39445; expected the mean"),
+    ("--criterion {}:error_rate", "the loss has no gradient"),
+    ("--criterion {}:Moving", "mean of the loss changes, but is neither trained nor saved"),
+    ("--criterion {}:trained", "scale of the loss changes, but is neither trained nor saved"),
+    ("--lr-scheduler {}:drawn", "its factors change when it is called again"),
+    ("--auto-augment {}:forgetful", "other pixels by the same seed"),
     ("--metrics {}:items", "batch_sums returns no list of tensors; leave .item() out"),
     ("--metrics {}:hard --mixup-alpha 0.2", "targets of shape (2, 3): The size of tensor a (2) must match"),
     ("--metrics {}:ungathered", "tuple index out of range"),
@@ -329,6 +422,71 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
 ])  # fmt: skip
 def test_own_code_that_cannot_be_used_is_one_line(started, mine, tmp_path, own, words):
     refused(started.go_on(tmp_path, tmp_path / "out", *own.replace("{}", str(mine)).split()), words)
+
+
+@pytest.mark.parametrize("text", ["import sys\nsys.exit(0)", "exit()"])
+def test_a_file_that_exits_is_one_line(started, mine, tmp_path, text):
+    mine.write_text(text)
+    words = f"--opt {mine} cannot be run (line {len(text.splitlines())}): SystemExit"
+    refused(started.go_on(tmp_path, tmp_path / "out", "--opt", f"{mine}:sgd"), words)
+
+
+@pytest.mark.parametrize("function", ["exits", "exits_later"])
+def test_a_function_that_exits_is_one_line(started, mine, tmp_path, function):
+    outcome = started.go_on(tmp_path, tmp_path / "out", "--criterion", f"{mine}:{function}")
+    refused(outcome, "code of your own has called sys.exit(0); let it raise an error", code=1)
+
+
+@pytest.mark.dist
+def test_draws_and_buffers_of_own_code_have_the_same_bits_on_any_ranks_and_after_a_kill(started, mine, tmp_path):
+    argv = ["--model", f"{mine}:Counting", "--opt", f"{mine}:Noisy", "--criterion", f"{mine}:noisy_loss"]
+    argv += ["--global-batch-size", 8, "--batch-size", 4, "--epochs", 2, "--lr-scheduler", f"{mine}:tensor_line"]
+    kill = [(0, "torch.optim.Optimizer.zero_grad", 5, "before")]
+    started.go_on(tmp_path, tmp_path / "one", *argv).check()
+    started.go_on(tmp_path, tmp_path / "two", *argv, world_size=2).check()
+    assert started.go_on(tmp_path, tmp_path / "killed", *argv, world_size=2, faults=kill).codes[0] == -9
+    started.go_on(tmp_path, tmp_path / "killed", *argv, "--resume", "auto").check()
+    records = read_metrics(tmp_path / "one" / "metrics.jsonl")
+    for out in ("two", "killed"):
+        found, _ = check_same_weights(tmp_path / out, tmp_path / "one", "model", "optimizer")
+        assert read_metrics(tmp_path / out / "metrics.jsonl") == records
+    assert found["model"]["count"] == 6  # of six steps of two micro-batches, of which the first counts
+
+
+@pytest.mark.dist
+def test_ranks_whose_weights_differ_end_the_run_before_a_save(started, mine, tmp_path):
+    argv = ["--opt", f"{mine}:Apart", "--global-batch-size", 8, "--batch-size", 4]
+    outcome = started.go_on(tmp_path, tmp_path / "out", *argv, world_size=2)
+    refused(outcome, "the ranks' weights differ after step 1; no checkpoint was saved yet", code=1)
+    assert not list((tmp_path / "out").glob("*.pth"))
+
+
+@pytest.fixture
+def with_helper(tmp_path):
+    """Two files that each import a module of their own folder, which imports another one when it is called."""
+    for number, folder in enumerate([tmp_path / "a", tmp_path / "b"], 1):
+        (folder / "parts").mkdir(parents=True)
+        (folder / "parts" / "scale.py").write_text(f"SCALE = {number}")
+        (folder / "helper.py").write_text("def scale():\n    from parts.scale import SCALE\n    return SCALE\n")
+        (folder / "mine.py").write_text("from helper import scale\nimport utils\n" + SAME)
+        (folder / "utils.py").write_text("")  # this project's own is imported
+    return tmp_path
+
+
+def test_two_files_that_import_modules_of_one_name_are_refused(started, with_helper, tmp_path):
+    argv = ["--opt", with_helper / "a/mine.py:sgd", "--criterion", with_helper / "b/mine.py:smooth"]
+    refused(started.go_on(tmp_path, tmp_path / "out", *argv), "/helper.py", "have one name; rename one")
+
+
+def test_a_changed_module_of_an_own_file_is_refused_by_name(started, with_helper, tmp_path):
+    own = ["--opt", with_helper / "a/mine.py:sgd", "--criterion", with_helper / "a/mine.py:smooth", "--epochs", 1]
+    started.go_on(tmp_path, tmp_path / "out", *own).check()
+    started.go_on(tmp_path, tmp_path / "out", *own, "--resume", "auto").check()
+    (with_helper / "a" / "utils.py").write_text("1")
+    started.go_on(tmp_path, tmp_path / "out", *own, "--resume", "auto").check()
+    (with_helper / "a" / "parts" / "scale.py").write_text("SCALE = 2")
+    words = "the file of --opt (parts.scale), --criterion (parts.scale) has another content", "--allow-change code"
+    refused(started.go_on(tmp_path, tmp_path / "out", *own, "--resume", "auto"), *words)
 
 
 def test_code_that_a_recipe_names_is_not_run(started, mine, tmp_path):
