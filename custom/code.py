@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
-from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,25 +39,41 @@ def hash_code(own: Sequence[tuple[str, str]]) -> str:
     hashes, known = [], {}
     for name, value in own:
         path = (split_custom(value) or (value,))[0]
-        for module, part in {"": path, **_find_modules(path)}.items():
-            if module and known.setdefault(module, part) != part:
-                raise UserError(f"{BY_NAME[name].flag} {value}: {part} and {known[module]} have one name; rename one")
-            with suppress(OSError), open_to_read(part) as file:
-                hashes.append(f"{f'{name} {module}'.strip()} {hashlib.sha256(file.read()).hexdigest()[:16]}")
+        for module, files in {"": [path], **_find_modules(path)}.items():
+            if module and known.setdefault(module, files) != files:
+                raise UserError(
+                    f"{BY_NAME[name].flag} {value}: {files[0]} has the name of {known[module][0]}; rename it"
+                )
+            content = hashlib.sha256()
+            with suppress(OSError):
+                for each in files:
+                    with open_to_read(each) as file:
+                        content.update(file.read())
+                hashes.append(f"{f'{name} {module}'.strip()} {content.hexdigest()[:16]}")
     return ", ".join(hashes)
 
 
-def _find_modules(path: str) -> dict[str, str]:
-    """Return the files that a Python file imports from its own folder, by the modules' names, without running any."""
-    folder = os.path.dirname(os.path.realpath(path))
-    if not path.endswith(".py") or not os.path.isfile(path) or Path(folder) == Path(__file__).resolve().parents[1]:
+def _find_modules(path: str) -> dict[str, list[str]]:
+    """Return the files of the modules and packages of its own folder that a Python file imports, without running any.
+
+    Installed ones of the same name have precedence, and so have this project's, in whose folder none is looked for.
+    """
+    found, todo, folder = {}, [os.path.realpath(path)], Path(os.path.realpath(path)).parent
+    if not path.endswith(".py") or folder == Path(__file__).resolve().parents[1]:
         return {}
-    finder = ModuleFinder([folder])
-    with suppress(Exception):  # such as a syntax error, which `load_function` finds
-        finder.run_script(path)
-    files = {name: module.__file__ for name, module in sorted(finder.modules.items()) if name != "__main__"}
-    # Others of these names, such as this project's own, have precedence.
-    return {name: file for name, file in files.items() if file and find_spec(name.partition(".")[0]) is None}
+    for each in todo:  # it grows
+        with suppress(OSError, SyntaxError, ValueError), open_to_read(each) as file:
+            nodes = [*ast.walk(ast.parse(file.read()))]
+            names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+            names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+            for name in sorted({name.partition(".")[0] for name in names} - found.keys()):
+                origin = getattr(find_spec(name), "origin", None) or str(folder)
+                files = [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]
+                files = [str(file) for file in files if file.is_file()]
+                if files and Path(origin).is_relative_to(folder):
+                    found[name] = files
+                    todo += files
+    return found
 
 
 def check_code(args: Any) -> None:
