@@ -38,24 +38,6 @@ def broadcast_from_master(tensors: Sequence[Tensor]) -> None:
             dist.broadcast(tensor.detach(), src=0)
 
 
-def find_buffers(model: nn.Module) -> list[tuple[dict, str]]:
-    """Return where a model's modules keep their buffers, and the names: a forward pass may assign new ones."""
-    parts = [part._buffers for part in model.modules()]
-    return [(part, name) for part in parts for name, buffer in part.items() if buffer is not None]
-
-
-@contextmanager
-def kept_buffers(found: Sequence[tuple[dict, str]]) -> Iterator[None]:
-    """Leave buffers as they are, whatever changes or replaces them inside."""
-    buffers = [part[name] for part, name in found]
-    saved = [buffer.clone() for buffer in buffers]
-    yield
-    if saved:
-        torch._foreach_copy_(buffers, saved)
-    for (part, name), buffer in zip(found, buffers, strict=True):
-        part[name] = buffer
-
-
 class PairwiseGradientSum:
     """Sum the micro-batches' gradients in one fixed order, whichever process computed which micro-batch.
 
@@ -204,7 +186,7 @@ class ShardedStep:
         # DDP computes a mean over processes, and accumulation a sum over local micro-batches: this factor makes both a
         # mean over all. It is 1 in torchvision's case of one micro-batch per process, so nothing is rounded there.
         self.loss_scale = 1.0 if is_deterministic else 1.0 / shards.num_local
-        self._buffers = find_buffers(model)
+        self.buffers = list(model.buffers())
 
     @contextmanager
     def shard(self, step: int, shard: int) -> Iterator[None]:
@@ -216,10 +198,12 @@ class ShardedStep:
         """
         seed_device(self.device, FORWARD, self.seed, step, shard)
         is_last = shard == self.shards.local[-1]
+        saved = [buffer.clone() for buffer in self.buffers] if shard != 0 else []
         is_ddp = isinstance(self.model, DistributedDataParallel)
-        sync = self.model.no_sync() if is_ddp and not is_last else nullcontext()
-        with sync, kept_buffers(self._buffers if shard != 0 else []):
+        with self.model.no_sync() if is_ddp and not is_last else nullcontext():
             yield
+        if saved:
+            torch._foreach_copy_(self.buffers, saved)
         if self.gradient_sum is not None:
             self.gradient_sum.add_shard()
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -205,18 +204,13 @@ def _check_loss(criterion: Any, output: Tensor, target: Tensor) -> None:
     trial = copy.deepcopy(criterion)
     with in_one_line(f"targets of shape {tuple(target.shape)}"):
         loss, twice = trial(output, target), trial(output.repeat(2, 1).requires_grad_(), torch.cat([target, target]))
-    if not isinstance(loss, Tensor) or loss.ndim:
-        raise UserError(f"the loss is {loss!r:.60}; expected the mean of a batch, a 0-d tensor")
-    if not twice.requires_grad:
-        raise UserError("the loss has no gradient: something between it and the scores, such as argmax, has none")
-    if loss and torch.isclose(twice, 2 * loss, rtol=1e-3):
-        raise UserError(f"the loss of a batch is {loss:g} and of two copies {twice:g}; expected the mean, not a sum")
-    named = [
-        [*each.named_parameters(), *each.named_buffers()] for each in (criterion, trial) if hasattr(each, "training")
-    ]
-    for (name, before), (_, after) in zip(*named, strict=True) if named else ():
-        if before.requires_grad or not torch.equal(before, after):
-            raise UserError(f"{name} of the loss changes, but is neither trained nor saved; make it part of the model")
+    if not isinstance(loss, Tensor) or loss.ndim or not twice.requires_grad or (loss and twice.isclose(2 * loss)):
+        found = f"{loss!r:.60}, and of two copies of a batch {twice!r:.60}"
+        raise UserError(f"the loss is {found}; expected the mean of a batch, a 0-d tensor with a gradient")
+    if isinstance(criterion, nn.Module):
+        is_trained = any(each.requires_grad for each in criterion.parameters())
+        if is_trained or not all(map(torch.equal, criterion.buffers(), trial.buffers())):
+            raise UserError("parameters or buffers of a loss are not trained or saved; put what changes into the model")
 
 
 def _example_targets(args: Any, num_classes: int) -> list[Tensor]:
@@ -597,9 +591,11 @@ def _check_metric(metric: Any, num_classes: int, targets: list[Tensor], taken: s
     values = metric.compute([float(each) for part in sums for each in part.flatten()], len(target))
     metric.observe(*batch)
     values |= metric.gather()
-    if bad := [name for name, value in values.items() if type(value) not in (int, float, list)]:
-        raise UserError(f"compute returns a {type(values[bad[0]]).__name__} as {bad[0]}; expected a float")
-    json.dumps(values)  # such as lists
+    parts = {name: value if type(value) is list else [value] for name, value in values.items()}
+    if bad := [
+        f"{type(each).__name__} as {name}" for name in parts for each in parts[name] if type(each) not in (int, float)
+    ]:
+        raise UserError(f"compute returns a {bad[0]}; expected a float")
     if lacking := metric.curves.keys() - values.keys():
         raise UserError(f"compute returns no {min(lacking)}, which curves names")
 

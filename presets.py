@@ -433,10 +433,9 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
     if policy is not None and split_custom(policy):
         with in_one_line(f"--auto-augment {policy}"):
             policy = load_function("auto_augment", args)()
-            ramp = Image.linear_gradient("L").resize((args.train_crop_size, args.train_crop_size))
-            image, augment = Image.merge("RGB", (ramp, ramp.rotate(90), ramp)), own_policy(policy)
+            image = Image.effect_noise((args.train_crop_size, args.train_crop_size), 64).convert("RGB")
             for seed in range(8):
-                if len({seed_host(seed) or augment(image.copy()).tobytes() for _ in range(2)}) > 1:
+                if len({seed_host(seed) or own_policy(policy)(image.copy()).tobytes() for _ in range(2)}) > 1:
                     raise UserError("other pixels by the same seed: draw from torch, numpy or random, keep no state")
     names = ("hflip_prob", "crop_scale", "ra_magnitude", "augmix_severity", "random_erase_fill", "color_jitter",
              "grayscale_prob", "blur_prob")  # fmt: skip

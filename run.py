@@ -35,8 +35,6 @@ from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
 from sampler import TrainSampler, VirtualShards
 
-_CALMER = "try a lower --lr, a longer warm-up or --clip-grad-norm"
-
 
 class BareRun:
     """A loop over steps without a run around it: each process computes one micro-batch per step."""
@@ -352,7 +350,7 @@ class Run(BareRun):
                 self.monitor.write("train", **values, **self.due.pop(0), **rates)
 
     def save(self, *, is_last: bool = False) -> None:
-        """Begin to save the run, or end it for weights that must not be. Collective: every rank must call it.
+        """Begin to save the run, or end it for numbers that must not be. Collective: every rank must call it.
 
         Args:
             is_last: whether this is the run's last save: wait for it, and fail if it fails.
@@ -363,11 +361,13 @@ class Run(BareRun):
         bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
         if bad is not None:
             raise self.failure(f"the {bad} after step {self.state.step} are not finite")
-        if self.args.world_size > 1:
-            sums = torch.stack([each.detach().double().sum() for each in self.model.parameters()]).tolist()
-            if len({*map(str, collectives.gather_plain(sums))}) > 1:
-                advice = "draws of your own code must come from the generators of torch, numpy or random"
-                raise self.failure(f"the ranks' weights differ after step {self.state.step}", advice, exit_code=1)
+        sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in self.model.parameters()]).cpu()
+        if not all(torch.equal(sums, theirs) for theirs in collectives.all_gather(sums)):
+            line = "ranks have other weights than rank 0: draw from the generators of torch, numpy and random alone"
+            raise UserError(f"after step {self.state.step} {line}", exit_code=1)
+        pairs = zip(self.model.named_buffers(), self.sharded_step.buffers, strict=True)
+        if self.args.num_shards > 1 and (new := [name for (name, now), first in pairs if now is not first]):
+            raise UserError(f"--model assigns a new {new[0]}: change a buffer in place, as by copy_", exit_code=1)
         scaler = self.state.parts.get("scaler")
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
             overflow = f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}"
@@ -378,11 +378,11 @@ class Run(BareRun):
             self.saved = self.saving
         self.watchdog.beat()
 
-    def failure(self, what: str, advice: str = _CALMER, *, exit_code: int = 5) -> UserError:
-        """Return the error of numbers that are not to be saved, with what is left to resume from."""
+    def failure(self, what: str) -> UserError:
+        """Return the error of numbers that are not finite, with what is left to resume from."""
         is_saved = self.state.is_resumed or self.saved != self.begun
         kept = "the last checkpoint is kept" if is_saved else "no checkpoint was saved yet"
-        return UserError(f"{what}; {kept}; {advice}", exit_code=exit_code)
+        return UserError(f"{what}; {kept}; try a lower --lr, a longer warm-up or --clip-grad-norm", exit_code=5)
 
     def settle(self) -> None:
         """Wait for the save that is under way, if there is one. Collective: every rank must call it."""

@@ -128,8 +128,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     observers = [metric.observe for metric in metrics] + [observe] * (observe is not None)
     header = f"Test: {log_suffix}".rstrip()
     batches = metric_logger.log_every(data_loader, print_freq, header)
-    kept = gradients.kept_buffers(gradients.find_buffers(model))
-    with torch.inference_mode(), torch.random.fork_rng([]), kept:
+    with torch.inference_mode(), torch.random.fork_rng([]):
         for (image, target), index in zip(batches, numbers_of(data_loader), strict=False):
             if index is not None:
                 seed_device(torch.device(device), EVALUATION, int(index[0]))

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,38 +38,33 @@ def hash_code(own: Sequence[tuple[str, str]]) -> str:
     hashes, known = [], {}
     for name, value in own:
         path = (split_custom(value) or (value,))[0]
-        for module, files in {"": [path], **_find_modules(path)}.items():
+        for module, files in {"": [], **_find_modules(path)}.items():
             if module and known.setdefault(module, files) != files:
                 raise UserError(
-                    f"{BY_NAME[name].flag} {value}: {files[0]} has the name of {known[module][0]}; rename it"
+                    f"{value} imports another {module} than other code of your own does; rename one of them"
                 )
-            content = hashlib.sha256()
-            with suppress(OSError):
-                for each in files:
-                    with open_to_read(each) as file:
-                        content.update(file.read())
-                hashes.append(f"{f'{name} {module}'.strip()} {content.hexdigest()[:16]}")
+            with suppress(OSError), open_to_read(path) as file:
+                content = b"".join(map(Path.read_bytes, files)) if module else file.read()
+                hashes.append(f"{f'{name} {module}'.strip()} {hashlib.sha256(content).hexdigest()[:16]}")
     return ", ".join(hashes)
 
 
-def _find_modules(path: str) -> dict[str, list[str]]:
+def _find_modules(path: str) -> dict[str, list[Path]]:
     """Return the files of the modules and packages of its own folder that a Python file imports, without running any.
 
     Installed ones of the same name have precedence, and so have this project's, in whose folder none is looked for.
     """
-    found, todo, folder = {}, [os.path.realpath(path)], Path(os.path.realpath(path)).parent
-    if not path.endswith(".py") or folder == Path(__file__).resolve().parents[1]:
-        return {}
-    for each in todo:  # it grows
+    found, todo = {}, [Path(os.path.realpath(path))]
+    folder = todo[0].parent
+    for each in todo if folder != Path(__file__).resolve().parents[1] else ():  # it grows
         with suppress(OSError, SyntaxError, ValueError), open_to_read(each) as file:
             nodes = [*ast.walk(ast.parse(file.read()))]
-            names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-            names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+            names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+            names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
             for name in sorted({name.partition(".")[0] for name in names} - found.keys()):
-                origin = getattr(find_spec(name), "origin", None) or str(folder)
                 files = [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]
-                files = [str(file) for file in files if file.is_file()]
-                if files and Path(origin).is_relative_to(folder):
+                origin = getattr(importlib.util.find_spec(name), "origin", None) or folder
+                if Path(origin).is_relative_to(folder) and (files := [*filter(Path.is_file, files)]):
                     found[name] = files
                     todo += files
     return found
