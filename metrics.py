@@ -203,9 +203,9 @@ def _check_loss(criterion: Any, output: Tensor, target: Tensor) -> None:
     """Refuse a loss of the user's own that is no mean, has no gradient, or has numbers that nobody trains or saves."""
     trial = copy.deepcopy(criterion)
     with in_one_line(f"targets of shape {tuple(target.shape)}"):
-        loss, twice = trial(output, target), trial(output.repeat(2, 1).requires_grad_(), torch.cat([target, target]))
-    if not isinstance(loss, Tensor) or loss.ndim or not twice.requires_grad or (loss and twice.isclose(2 * loss)):
-        found = f"{loss!r:.60}, and of two copies of a batch {twice!r:.60}"
+        loss, thrice = trial(output, target), trial(output.repeat(3, 1).requires_grad_(), torch.cat([target] * 3))
+    if not isinstance(loss, Tensor) or loss.ndim or not thrice.requires_grad or (loss and thrice.isclose(3 * loss)):
+        found = f"{loss!r:.40}, and of three copies {thrice!r:.40}"
         raise UserError(f"the loss is {found}; expected the mean of a batch, a 0-d tensor with a gradient")
     if isinstance(criterion, nn.Module):
         is_trained = any(each.requires_grad for each in criterion.parameters())
@@ -591,10 +591,8 @@ def _check_metric(metric: Any, num_classes: int, targets: list[Tensor], taken: s
     values = metric.compute([float(each) for part in sums for each in part.flatten()], len(target))
     metric.observe(*batch)
     values |= metric.gather()
-    parts = {name: value if type(value) is list else [value] for name, value in values.items()}
-    if bad := [
-        f"{type(each).__name__} as {name}" for name in parts for each in parts[name] if type(each) not in (int, float)
-    ]:
+    pairs = [(each, name) for name, value in values.items() for each in (value if type(value) is list else [value])]
+    if bad := [f"{type(each).__name__} as {name}" for each, name in pairs if type(each) not in (int, float)]:
         raise UserError(f"compute returns a {bad[0]}; expected a float")
     if lacking := metric.curves.keys() - values.keys():
         raise UserError(f"compute returns no {min(lacking)}, which curves names")

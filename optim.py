@@ -456,10 +456,9 @@ def check_schedule(args: Any) -> None:
     if split_custom(args.lr_scheduler):
         with in_one_line(name):
             parts = 16 if args.lr_per_step else 1
-            steps = range(parts * args.epochs)
-            factors, again = ({step / parts: lr_at(args, step / parts, 1.0) for step in steps} for _ in range(2))
-        if bad := [epoch for epoch, factor in factors.items() if not 0 <= factor <= BY_NAME["lr"].at_most]:
-            raise UserError(f"{name}: its factor in epoch {bad[0]:g} is {factors[bad[0]]}; expected 0 or more")
+            factors, again = ([lr_at(args, step / parts, 1.0) for step in range(parts * args.epochs)] for _ in range(2))
+        if bad := [step for step, factor in enumerate(factors) if not 0 <= factor <= BY_NAME["lr"].at_most]:
+            raise UserError(f"{name}: its factor in epoch {bad[0] / parts:g} is {factors[bad[0]]}; expected 0 or more")
         if factors != again:
             raise UserError(f"{name}: its factors change when it is called again; expected a function of its arguments")
     try:

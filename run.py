@@ -361,10 +361,11 @@ class Run(BareRun):
         bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
         if bad is not None:
             raise self.failure(f"the {bad} after step {self.state.step} are not finite")
-        sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in self.model.parameters()]).cpu()
-        if not all(torch.equal(sums, theirs) for theirs in collectives.all_gather(sums)):
-            line = "ranks have other weights than rank 0: draw from the generators of torch, numpy and random alone"
-            raise UserError(f"after step {self.state.step} {line}", exit_code=1)
+        if self.args.world_size > 1:
+            sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in self.model.parameters()]).cpu()
+            if not all(torch.equal(sums, theirs) for theirs in collectives.all_gather(sums)):
+                line = "ranks have other weights than rank 0: draw from the generators of torch, numpy and random alone"
+                raise UserError(f"after step {self.state.step} {line}", exit_code=1)
         pairs = zip(self.model.named_buffers(), self.sharded_step.buffers, strict=True)
         if self.args.num_shards > 1 and (new := [name for (name, now), first in pairs if now is not first]):
             raise UserError(f"--model assigns a new {new[0]}: change a buffer in place, as by copy_", exit_code=1)

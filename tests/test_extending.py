@@ -53,73 +53,47 @@ def line(epoch, epochs):
     return 1 - epoch / epochs
 
 class Noisy(torch.optim.Optimizer):
-    generator = None
-
-    def __init__(self, parameters, lr, weight_decay):
+    def __init__(self, parameters, lr, weight_decay, generator=None):
         super().__init__(parameters, {"lr": lr})
-
+        self.generator = generator
     @torch.no_grad()
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
             p.add_(torch.randn(p.shape, generator=self.generator), alpha=0.01).sub_(p.grad, alpha=0.01)
             p.mul_(1 + 0.001 * numpy.random.rand() * random.random())
 
-class Apart(Noisy):
-    @property
-    def generator(self):
-        return torch.Generator().manual_seed(os.getpid())
+class Counting(Tiny):
+    def __init__(self, num_classes, assigns=False):
+        super().__init__(num_classes)
+        self.register_buffer("count", torch.zeros(()))
+        self.assigns = assigns
+    def forward(self, image):
+        self.count = self.count + 1 if self.assigns else self.count.add_(self.training)
+        return super().forward(image)
+
+class Moving(Smooth):
+    def __init__(self, is_trained=False):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=is_trained)
+    def forward(self, output, target):
+        self.mean = self.mean + (not self.scale.requires_grad)
+        return super().forward(output, target) * self.scale
+
+apart = lambda parameters, lr, weight_decay: Noisy(parameters, lr, 0, torch.Generator().manual_seed(os.getpid()))
+trained = lambda: Moving(is_trained=True)
+summed = lambda: nn.CrossEntropyLoss(reduction="sum")
+error_rate = lambda: lambda output, target: (output.argmax(1) != target).float().mean()
+exits_later = lambda: lambda output, target: sys.exit(0) if len(target) > 6 else smooth()(output, target)
+drawn = lambda epoch, epochs: random.random()
+tensor_line = lambda epoch, epochs: torch.tensor(1 - epoch / epochs, dtype=torch.float64)
 
 def noisy_loss():
     prior = torch.rand(3)
     return lambda output, target: nn.functional.cross_entropy(output + prior + torch.randn(3), target)
 
-class Counting(Tiny):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, image):
-        self.count += self.training
-        return super().forward(image)
-
-class Assigning(Counting):
-    def forward(self, image):
-        self.count = self.count + 1
-        return super().forward(image)
-
-class Moving(Smooth):
-    def __init__(self, num_calls=0, is_trained=False):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(()), persistent=False)
-        self.scale = nn.Parameter(torch.ones(()), requires_grad=is_trained)
-
-    def forward(self, output, target):
-        self.mean = self.mean + 1
-        return super().forward(output, target) * self.scale
-
-def trained():
-    return Moving(is_trained=True)
-
-def summed():
-    return nn.CrossEntropyLoss(reduction="sum")
-
-def error_rate():
-    return lambda output, target: (output.argmax(1) != target).float().mean()
-
-def forgetful():
-    generator = numpy.random.default_rng(0)
-    return lambda image: image.rotate(generator.integers(4) * 90)
-
-def exits_later():
-    def loss(output, target):
-        return sys.exit(0) if len(target) > 4 else torch.nn.functional.cross_entropy(output, target)
-    return loss
-
-def drawn(epoch, epochs):
-    return random.random()
-
-def tensor_line(epoch, epochs):
-    return torch.tensor(1 - epoch / epochs, dtype=torch.float64)
+numbers = numpy.random.default_rng(0)
+forgetful = lambda: lambda image: image.rotate(numbers.integers(4) * 90)
 
 def below_zero(epoch, epochs):
     return -1.0
@@ -188,15 +162,7 @@ class Mean(Hard):
     def batch_sums(self, output, target, index):
         return [(output.argmax(1) == target).float().mean()]
 
-def mean(num_classes):
-    return Mean()
-
-class Lists(Count):
-    def compute(self, sums, count):
-        return {"x": 1.0, "each": [torch.ones(())]}
-
-def lists(num_classes):
-    return Lists()
+mean = lambda num_classes: Mean()
 
 class Ungathered(Count):
     def gather(self, *names):
@@ -208,7 +174,7 @@ def ungathered(num_classes):
 class Numpy(Count):
     def compute(self, sums, count):
         import numpy
-        return {"x": numpy.float32(1)}
+        return {"x": [1.0, numpy.float32(1)]}
 
 def numpys(num_classes):
     return Numpy()
@@ -394,7 +360,7 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--lr-scheduler {}:nothing_at_all", "unsupported operand"),
     ("--lr-scheduler cosin", "is no schedule"), ("--metrics f2", "--metrics f2 is no metric"),
     ("--metrics {}:nothing_at_all", "returned None; expected a metrics.Metric"),
-    ("--criterion {}:each_image", "the loss is tensor([1.0986, 1.0986]), and"),
+    ("--criterion {}:each_image", "the loss is tensor([1.0986, 1.0986]), and of three copies"),
     ("--lr-scheduler {}:half_negative --lr-per-step", "its factor in epoch 0.0625 is -1.0; expected 0 or more"),
     ("--metrics {}:named_acc1", "its curve acc1 has a name that is taken"),
     ("--metrics {}:named_images", "its curve images has a name that is taken"),
@@ -403,8 +369,7 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--criterion {}:exits_later", "code of your own has called sys.exit(0); let it raise an error"),
     ("--opt {}.exits.py:sgd", "cannot be run (line 2): SystemExit: 0"),
     ("--metrics {}:mean", "batch_sums of a batch twice over are not twice its own"),
-    ("--metrics {}:lists", "compute returns a Tensor as each; expected a float"),
-    ("--criterion {}:summed", "the loss is tensor(2.1972), and of two copies of a batch tensor(4.3944"),
+    ("--criterion {}:summed", "the loss is tensor(2.1972), and of three copies tensor(6.5917"),
     ("--criterion {}:error_rate", "tensor(0.); expected the mean of a batch, a 0-d tensor with a gradient"),
     ("--criterion {}:Moving", "parameters or buffers of a loss are not trained or saved"),
     ("--criterion {}:trained", "parameters or buffers of a loss are not trained or saved"),
@@ -448,45 +413,37 @@ def test_draws_and_buffers_of_own_code_have_the_same_bits_on_any_ranks_and_after
 
 @pytest.mark.dist
 def test_ranks_whose_weights_differ_end_the_run_before_a_save(started, mine, tmp_path):
-    argv = ["--opt", f"{mine}:Apart", "--global-batch-size", 8, "--batch-size", 4]
+    argv = ["--opt", f"{mine}:apart", "--global-batch-size", 8, "--batch-size", 4]
     outcome = started.go_on(tmp_path, tmp_path / "out", *argv, world_size=2)
     refused(outcome, "after step 1 ranks have other weights than rank 0: draw from", code=1)
     assert not list((tmp_path / "out").glob("*.pth"))
 
 
 def test_a_model_that_assigns_new_buffers_is_refused_where_micro_batches_would_move_them(started, mine, tmp_path):
-    argv = ["--model", f"{mine}:Assigning", "--epochs", 1, "--global-batch-size", 8, "--batch-size"]
+    argv = ["--model", f"{mine}:Counting", "--model-kwargs", "assigns=True", "--epochs", 1]
+    argv += ["--global-batch-size", 8, "--batch-size"]
     started.go_on(tmp_path, tmp_path / "one", *argv, 8).check()
     outcome = started.go_on(tmp_path, tmp_path / "two", *argv, 4)
     refused(outcome, "--model assigns a new count: change a buffer in place", code=1)
 
 
-@pytest.fixture
-def with_helper(tmp_path):
-    """Two files that each import a module of their own folder, which imports another one when it is called."""
-    for number, folder in enumerate([tmp_path / "a", tmp_path / "b"], 1):
+def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(started, tmp_path):
+    for folder in (tmp_path / "a", tmp_path / "b"):
         (folder / "parts").mkdir(parents=True)
-        (folder / "parts" / "scale.py").write_text(f"SCALE = {number}")
-        (folder / "helper.py").write_text("def scale():\n    from parts.scale import SCALE\n    return SCALE\n")
+        (folder / "parts" / "scale.py").write_text("SCALE = 1")
+        (folder / "helper.py").write_text("def scale():\n    from parts.scale import SCALE\n")
         (folder / "mine.py").write_text("from helper import scale\nimport utils\n" + SAME)
         (folder / "utils.py").write_text("")  # this project's own is imported
-    return tmp_path
-
-
-def test_two_files_that_import_modules_of_one_name_are_refused(started, with_helper, tmp_path):
-    argv = ["--opt", with_helper / "a/mine.py:sgd", "--criterion", with_helper / "b/mine.py:smooth"]
-    refused(started.go_on(tmp_path, tmp_path / "out", *argv), "b/mine.py:smooth imports another helper than other code")
-
-
-def test_a_changed_module_of_an_own_file_is_refused_by_name(started, with_helper, tmp_path):
-    own = ["--opt", with_helper / "a/mine.py:sgd", "--criterion", with_helper / "a/mine.py:smooth", "--epochs", 1]
+    own, resumed = ["--epochs", 1, "--opt", tmp_path / "a/mine.py:sgd", "--criterion"], ["--resume", "auto"]
+    other = started.go_on(tmp_path, tmp_path / "out", *own, tmp_path / "b/mine.py:smooth")
+    refused(other, "b/mine.py:smooth imports another helper than other code of your own does")
+    own += [tmp_path / "a/mine.py:smooth"]
     started.go_on(tmp_path, tmp_path / "out", *own).check()
-    started.go_on(tmp_path, tmp_path / "out", *own, "--resume", "auto").check()
-    (with_helper / "a" / "utils.py").write_text("1")
-    started.go_on(tmp_path, tmp_path / "out", *own, "--resume", "auto").check()
-    (with_helper / "a" / "parts" / "scale.py").write_text("SCALE = 2")
+    (tmp_path / "a" / "utils.py").write_text("1")
+    started.go_on(tmp_path, tmp_path / "out", *own, *resumed).check()
+    (tmp_path / "a" / "parts" / "scale.py").write_text("SCALE = 2")
     words = "the file of --opt (parts), --criterion (parts) has another content", "--allow-change code"
-    refused(started.go_on(tmp_path, tmp_path / "out", *own, "--resume", "auto"), *words)
+    refused(started.go_on(tmp_path, tmp_path / "out", *own, *resumed), *words)
 
 
 def test_code_that_a_recipe_names_is_not_run(started, mine, tmp_path):
