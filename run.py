@@ -366,9 +366,10 @@ class Run(BareRun):
             if not all(torch.equal(sums, theirs) for theirs in collectives.all_gather(sums)):
                 line = "ranks have other weights than rank 0: draw from the generators of torch, numpy and random alone"
                 raise UserError(f"after step {self.state.step} {line}", exit_code=1)
-        pairs = zip(self.model.named_buffers(), self.sharded_step.buffers, strict=True)
-        if self.args.num_shards > 1 and (new := [name for (name, now), first in pairs if now is not first]):
-            raise UserError(f"--model assigns a new {new[0]}: change a buffer in place, as by copy_", exit_code=1)
+        if self.args.num_shards > 1 and [*map(id, self.model.buffers())] != [*map(id, self.sharded_step.buffers)]:
+            raise UserError(
+                "--model assigns a new buffer in training; change buffers in place, as copy_ does", exit_code=1
+            )
         scaler = self.state.parts.get("scaler")
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
             overflow = f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}"

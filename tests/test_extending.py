@@ -424,7 +424,7 @@ def test_a_model_that_assigns_new_buffers_is_refused_where_micro_batches_would_m
     argv += ["--global-batch-size", 8, "--batch-size"]
     started.go_on(tmp_path, tmp_path / "one", *argv, 8).check()
     outcome = started.go_on(tmp_path, tmp_path / "two", *argv, 4)
-    refused(outcome, "--model assigns a new count: change a buffer in place", code=1)
+    refused(outcome, "--model assigns a new buffer in training; change buffers in place", code=1)
 
 
 def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(started, tmp_path):
