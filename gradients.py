@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from randomness import FORWARD, seed_device
+from randomness import FORWARD, UPDATE, seed_device
 from sampler import VirtualShards
 
 
@@ -186,7 +186,7 @@ class ShardedStep:
         # DDP computes a mean over processes, and accumulation a sum over local micro-batches: this factor makes both a
         # mean over all. It is 1 in torchvision's case of one micro-batch per process, so nothing is rounded there.
         self.loss_scale = 1.0 if is_deterministic else 1.0 / shards.num_local
-        self._buffers = list(model.buffers())
+        self.buffers = list(model.buffers())
 
     @contextmanager
     def shard(self, step: int, shard: int) -> Iterator[None]:
@@ -198,19 +198,23 @@ class ShardedStep:
         """
         seed_device(self.device, FORWARD, self.seed, step, shard)
         is_last = shard == self.shards.local[-1]
-        saved = [buffer.clone() for buffer in self._buffers] if shard != 0 else []
+        saved = [buffer.clone() for buffer in self.buffers] if shard != 0 else []
         is_ddp = isinstance(self.model, DistributedDataParallel)
         with self.model.no_sync() if is_ddp and not is_last else nullcontext():
             yield
         if saved:
-            torch._foreach_copy_(self._buffers, saved)
+            torch._foreach_copy_(self.buffers, saved)
         if self.gradient_sum is not None:
             self.gradient_sum.add_shard()
 
-    def finish_gradients(self) -> None:
-        """Make every parameter's gradient the mean over all micro-batches. Collective: every rank must call it."""
+    def finish_gradients(self, step: int) -> None:
+        """Make every parameter's gradient the mean over all micro-batches, and seed the draws of the optimizer.
+
+        Collective: every rank must call it.
+        """
         if self.gradient_sum is not None:
             self.gradient_sum.finish()
+        seed_device(self.device, UPDATE, self.seed, step)
 
 
 def build_sharded_step(args: Any, model: nn.Module, shards: VirtualShards, device: torch.device) -> ShardedStep:

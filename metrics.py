@@ -1,5 +1,6 @@
 """Losses, distillation from a teacher, and the metrics that training lines and evaluations show."""
 
+import copy
 import itertools
 import math
 from argparse import Namespace
@@ -181,14 +182,12 @@ def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
     weight = class_weights(args, train) if args.class_weights and train is not None else None
     if args.criterion is not None:
         with in_one_line(f"--criterion {args.criterion}"):
+            torch.manual_seed(args.seed)  # in a resumed run too
             criterion = load_function("criterion", args)()
             if not callable(criterion):
                 raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
             for target in [] if train is None else _example_targets(args, len(train.classes)):
-                with in_one_line(f"targets of shape {tuple(target.shape)}"):
-                    loss = criterion(torch.zeros(len(target), len(train.classes)), target)
-                if not isinstance(loss, Tensor) or loss.ndim:
-                    raise UserError(f"the loss is {loss!r:.60}; expected the mean of a batch, a 0-d tensor")
+                _check_loss(criterion, torch.zeros(len(target), len(train.classes)), target)
         criterion = criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
     elif args.bce_loss:
         criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh, weight)
@@ -198,6 +197,20 @@ def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
         criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     weight = models.AUXILIARY_WEIGHTS.get(args.model)
     return criterion if weight is None else AuxiliaryLoss(criterion, weight)
+
+
+def _check_loss(criterion: Any, output: Tensor, target: Tensor) -> None:
+    """Refuse a loss of the user's own that is no mean, has no gradient, or has numbers that nobody trains or saves."""
+    trial = copy.deepcopy(criterion)
+    with in_one_line(f"targets of shape {tuple(target.shape)}"):
+        loss, thrice = trial(output, target), trial(output.repeat(3, 1).requires_grad_(), torch.cat([target] * 3))
+    if not isinstance(loss, Tensor) or loss.ndim or not thrice.requires_grad or (loss and thrice.isclose(3 * loss)):
+        found = f"{loss!r:.40}, and of three copies {thrice!r:.40}"
+        raise UserError(f"the loss is {found}; expected the mean of a batch, a 0-d tensor with a gradient")
+    if isinstance(criterion, nn.Module):
+        is_trained = any(each.requires_grad for each in criterion.parameters())
+        if is_trained or not all(map(torch.equal, criterion.buffers(), trial.buffers())):
+            raise UserError("parameters or buffers of a loss are not trained or saved; put what changes into the model")
 
 
 def _example_targets(args: Any, num_classes: int) -> list[Tensor]:
@@ -565,18 +578,22 @@ def _check_metric(metric: Any, num_classes: int, targets: list[Tensor], taken: s
     if both := metric.curves.keys() & (taken | RESERVED):
         raise UserError(f"its curve {min(both)} has a name that is taken; give it another")
     for target in targets:
-        batch = torch.zeros(len(target), num_classes), target, torch.arange(len(target))
+        numbers = torch.arange(len(target))
+        batch = 20.0 * one_hot(numbers % num_classes, num_classes), target, numbers  # sure of a class
         with in_one_line(f"targets of shape {tuple(target.shape)}"):
-            sums = metric.batch_sums(*batch)
+            sums, twice = (metric.batch_sums(*(torch.cat([each] * copies) for each in batch)) for copies in (1, 2))
         if not all(isinstance(each, Tensor) for each in sums):
             raise UserError("batch_sums returns no list of tensors; leave .item() out, which waits for the device")
         if (number := sum(each.numel() for each in sums)) != metric.num_sums:
             raise UserError(f"batch_sums returns {number} sums, and its num_sums is {metric.num_sums}; give num_sums")
+        if not all(torch.allclose(2.0 * one, 1.0 * two) for one, two in zip(sums, twice, strict=True)):
+            raise UserError("batch_sums of a batch twice over are not twice its own: return sums, and keep no state")
     values = metric.compute([float(each) for part in sums for each in part.flatten()], len(target))
     metric.observe(*batch)
     values |= metric.gather()
-    if bad := [name for name, value in values.items() if type(value) not in (int, float, list)]:
-        raise UserError(f"compute returns a {type(values[bad[0]]).__name__} as {bad[0]}; expected a float")
+    pairs = [(each, name) for name, value in values.items() for each in (value if type(value) is list else [value])]
+    if bad := [f"{type(each).__name__} as {name}" for each, name in pairs if type(each) not in (int, float)]:
+        raise UserError(f"compute returns a {bad[0]}; expected a float")
     if lacking := metric.curves.keys() - values.keys():
         raise UserError(f"compute returns no {min(lacking)}, which curves names")
 

@@ -410,7 +410,7 @@ def find_schedule(args: Any) -> Schedule:
     if not split_custom(args.lr_scheduler):
         return SCHEDULES[args.lr_scheduler]
     factor = load_function("lr_scheduler", args)
-    return Schedule(lambda peak, epoch, begin, end: peak * factor(epoch - begin, end - begin), uses_epochs=True)
+    return Schedule(lambda peak, epoch, begin, end: float(peak * factor(epoch - begin, end - begin)), uses_epochs=True)
 
 
 def lr_at(args: Any, epoch: float, peak: float) -> float:
@@ -456,9 +456,11 @@ def check_schedule(args: Any) -> None:
     if split_custom(args.lr_scheduler):
         with in_one_line(name):
             parts = 16 if args.lr_per_step else 1
-            factors = {place / parts: float(lr_at(args, place / parts, 1.0)) for place in range(parts * args.epochs)}
-        if bad := [epoch for epoch, factor in factors.items() if not 0 <= factor <= BY_NAME["lr"].at_most]:
-            raise UserError(f"{name}: its factor in epoch {bad[0]:g} is {factors[bad[0]]}; expected 0 or more")
+            factors, again = ([lr_at(args, step / parts, 1.0) for step in range(parts * args.epochs)] for _ in range(2))
+        if bad := [step for step, factor in enumerate(factors) if not 0 <= factor <= BY_NAME["lr"].at_most]:
+            raise UserError(f"{name}: its factor in epoch {bad[0] / parts:g} is {factors[bad[0]]}; expected 0 or more")
+        if factors != again:
+            raise UserError(f"{name}: its factors change when it is called again; expected a function of its arguments")
     try:
         rates = [lr_at(args, epoch, args.lr) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
     except OverflowError:

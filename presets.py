@@ -24,7 +24,7 @@ from custom.code import load_function
 from errors import ImageError, UserError, in_one_line, one_line, require_timm
 from loading.decode import MODES, ImageFile, decode_plainly, resized_size
 from options import split_custom
-from randomness import Draws, TorchDraws, unit
+from randomness import Draws, TorchDraws, seed_host, unit
 
 # torch resizes uint8 with antialiasing only in these modes; Pillow resizes in the others.
 _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
@@ -344,7 +344,7 @@ def own_policy(function: Callable[[Image.Image], Image.Image]) -> Callable[[Imag
         numpy.random.seed(int(torch.randint(1 << 32, ())))
         try:
             result = function(image)
-        except Exception as error:  # no fault of the image
+        except (Exception, SystemExit) as error:  # no fault of the image
             raise ImageError(one_line(f"--auto-augment has failed: {type(error).__name__}: {error}")) from error
         found = (result.size, result.mode) if isinstance(result, Image.Image) else result
         if found != (image.size, image.mode):
@@ -426,7 +426,10 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
     if policy is not None and split_custom(policy):
         with in_one_line(f"--auto-augment {policy}"):
             policy = load_function("auto_augment", args)()
-            own_policy(policy)(Image.new("RGB", (args.train_crop_size, args.train_crop_size)))
+            image = Image.effect_noise((args.train_crop_size, args.train_crop_size), 64).convert("RGB")
+            for seed in range(8):
+                if len({seed_host(seed) or own_policy(policy)(image.copy()).tobytes() for _ in range(2)}) > 1:
+                    raise UserError("other pixels by the same seed: draw from torch, numpy or random, keep no state")
     names = ("hflip_prob", "crop_scale", "ra_magnitude", "augmix_severity", "random_erase_fill", "color_jitter",
              "grayscale_prob", "blur_prob")  # fmt: skip
     options = {name: getattr(args, name) for name in names} | {"random_erase_prob": args.random_erase} | common

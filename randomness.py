@@ -1,17 +1,19 @@
 """Random numbers addressed by the place of their use, so that no generator's state has to be saved.
 
 Every draw of a run is a pure function of the seed and an address: (epoch, image, repetition) for augmentation, (step,
-micro-batch) for erasing, mixing, dropout and stochastic depth. Worker count, prefetching, world size and restarts
-therefore cannot change a draw. Only the order of an epoch is seeded otherwise, with `seed + epoch` as in torchvision.
+micro-batch) for erasing, mixing, dropout and stochastic depth, a step for an optimizer, an image for an evaluation.
+Worker count, prefetching, world size and restarts therefore cannot change a draw. Only the order of an epoch is seeded
+otherwise, with `seed + epoch` as in torchvision.
 """
 
 import random
 from collections.abc import Iterable
 
+import numpy
 import torch
 
 # Purposes of draws; two purposes at the same address draw unrelated numbers.
-AUGMENTATION, MIXING, FORWARD, ERASING = 1, 2, 3, 4
+AUGMENTATION, MIXING, FORWARD, ERASING, UPDATE, EVALUATION = 1, 2, 3, 4, 5, 6
 
 _MASK, _STEP = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
@@ -88,7 +90,8 @@ def seed_host(*address: int) -> None:
 
 
 def seed_device(device: torch.device, *address: int) -> None:
-    """Seed Python's, torch's and the device's process-wide generators for the draws at an address."""
+    """Seed Python's, numpy's, torch's and the device's process-wide generators for the draws at an address."""
     seed_host(*address)
+    numpy.random.seed(fold_seed(*address))
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(fold_seed(*address))

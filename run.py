@@ -76,8 +76,8 @@ class BareRun:
         return self.sharded_step.shard(self.number, shard)
 
     def finish_gradients(self) -> None:
-        """Make every gradient the mean over all shards. Collective."""
-        self.sharded_step.finish_gradients()
+        """Make every gradient the mean over all shards, and seed the draws of the optimizer. Collective."""
+        self.sharded_step.finish_gradients(self.number)
 
     def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
         """Take a shard's mean loss and the arguments of `metrics.Metric.batch_sums`; read nothing from the device."""
@@ -347,7 +347,7 @@ class Run(BareRun):
                 self.monitor.write("train", **values, **self.due.pop(0))
 
     def save(self, *, is_last: bool = False) -> None:
-        """Begin to save the run, or end it if its weights are not finite. Collective: every rank must call it.
+        """Begin to save the run, or end it for numbers that must not be. Collective: every rank must call it.
 
         Args:
             is_last: whether this is the run's last save: wait for it, and fail if it fails.
@@ -358,6 +358,15 @@ class Run(BareRun):
         bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
         if bad is not None:
             raise self.failure(f"the {bad} after step {self.state.step} are not finite")
+        if self.args.world_size > 1:
+            sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in self.model.parameters()]).cpu()
+            if not all(torch.equal(sums, theirs) for theirs in collectives.all_gather(sums)):
+                line = "ranks have other weights than rank 0: draw from the generators of torch, numpy and random alone"
+                raise UserError(f"after step {self.state.step} {line}", exit_code=1)
+        if self.args.num_shards > 1 and [*map(id, self.model.buffers())] != [*map(id, self.sharded_step.buffers)]:
+            raise UserError(
+                "--model assigns a new buffer in training; change buffers in place, as copy_ does", exit_code=1
+            )
         scaler = self.state.parts.get("scaler")
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
             overflow = f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}"

@@ -33,6 +33,7 @@ from monitoring.console import log
 from monitoring.preview import preview
 from options import defaults, get_args_parser
 from presets import build_presets
+from randomness import EVALUATION, seed_device
 from run import BareRun, Run
 from sampler import VirtualShards
 
@@ -127,8 +128,10 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     observers = [metric.observe for metric in metrics] + [observe] * (observe is not None)
     header = f"Test: {log_suffix}".rstrip()
     batches = metric_logger.log_every(data_loader, print_freq, header)
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.random.fork_rng([]):
         for (image, target), index in zip(batches, numbers_of(data_loader), strict=False):
+            if index is not None:
+                seed_device(torch.device(device), EVALUATION, int(index[0]))
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             output = model(image)
             tally.update(criterion(output, target), output, target, index)
@@ -283,6 +286,8 @@ def cli(args=None):
     except PreemptedError as stop:
         print(f"{stop}; --resume auto continues")
     except BaseException as error:
+        if isinstance(error, SystemExit):  # not the parser's, whose work is done
+            error = UserError(f"code of your own has called sys.exit({error.code}); let it raise an error", exit_code=1)
         end_by(collectives.report_end(error), read_launch())
     collectives.shut_down()
     end_process(0)

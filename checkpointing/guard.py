@@ -254,11 +254,12 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _changed_files(theirs: str, ours: str) -> list[str]:
-    """Return the options in which two results of `hash_code` differ; metrics may come and go."""
+    """Return in what two results of `hash_code` differ; metrics may come and go, and old ones name no module."""
     files = [text.split(", ") if text else [] for text in (theirs, ours)]
     names = dict.fromkeys(each.rpartition(" ")[0] for each in files[0] + files[1])
-    hashes = {name: [[each for each in some if each.startswith(f"{name} ")] for some in files] for name in names}
-    return [name for name, (a, b) in hashes.items() if a != b and (name != "metrics" or (a and b))]
+    hashes = {name: [[each for each in some if each.rpartition(" ")[0] == name] for some in files] for name in names}
+    free = [name for name, (a, b) in hashes.items() if name.startswith("metrics") or (" " in name and not a)]
+    return [name for name, (a, b) in hashes.items() if a != b and ((a and b) or name not in free)]
 
 
 def _is_free(name: str, args: Any) -> bool:
@@ -294,8 +295,9 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
     if name == "code":
-        changed = _dashed(_changed_files(theirs, ours)).replace(",", ", --")
-        return f"the file of --{changed} has another content than the checkpoint's"
+        names = [name.partition(" ") for name in _changed_files(theirs, ours)]
+        changed = ", ".join(f"--{_dashed([option])}{f' ({module})' * bool(module)}" for option, _, module in names)
+        return f"the file of {changed} has another content than the checkpoint's"
     notes = {
         "threads": " (CPU threads: OMP_NUM_THREADS)",
         "weights": " (not read: the checkpoint has the run's own)",

@@ -28,15 +28,46 @@ def own_code(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def hash_code(own: Sequence[tuple[str, str]]) -> str:
-    """Return each option with a hash of its file, without the modules that it imports; none of a missing file.
+    """Return each option with a hash of its file and of each module that this imports from its own folder.
 
-    `own` are pairs of `own_code`, or of an option and a file.
+    `own` are pairs of `own_code`, or of an option and a file; a missing file has no hash.
+
+    Raises:
+        UserError: two files import modules of one name from their own folders: Python would give both the first.
     """
-    hashes = []
+    hashes, known = [], {}
     for name, value in own:
-        with suppress(OSError), open_to_read((split_custom(value) or (value,))[0]) as file:
-            hashes.append(f"{name} {hashlib.sha256(file.read()).hexdigest()[:16]}")
+        path = (split_custom(value) or (value,))[0]
+        for module, files in {"": [], **_find_modules(path)}.items():
+            if module and known.setdefault(module, files) != files:
+                raise UserError(
+                    f"{value} imports another {module} than other code of your own does; rename one of them"
+                )
+            with suppress(OSError), open_to_read(path) as file:
+                content = b"".join(map(Path.read_bytes, files)) if module else file.read()
+                hashes.append(f"{f'{name} {module}'.strip()} {hashlib.sha256(content).hexdigest()[:16]}")
     return ", ".join(hashes)
+
+
+def _find_modules(path: str) -> dict[str, list[Path]]:
+    """Return the files of the modules and packages of its own folder that a Python file imports, without running any.
+
+    Installed ones of the same name have precedence, and so have this project's, in whose folder none is looked for.
+    """
+    found, todo = {}, [Path(os.path.realpath(path))]
+    folder = todo[0].parent
+    for each in todo if folder != Path(__file__).resolve().parents[1] else ():  # it grows
+        with suppress(OSError, SyntaxError, ValueError), open_to_read(each) as file:
+            nodes = [*ast.walk(ast.parse(file.read()))]
+            names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+            names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+            for name in sorted({name.partition(".")[0] for name in names} - found.keys()):
+                files = [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]
+                origin = getattr(importlib.util.find_spec(name), "origin", None) or folder
+                if Path(origin).is_relative_to(folder) and (files := [*filter(Path.is_file, files)]):
+                    found[name] = files
+                    todo += files
+    return found
 
 
 def check_code(args: Any) -> None:
@@ -62,7 +93,7 @@ def load_function(option: str, args: Any, value: str | None = None) -> Callable[
         raise UserError(f"{flag} {value}: there is no such file; give FILE.py:FUNCTION")
     try:
         module = _run_file(os.path.realpath(path))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == os.path.realpath(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error's own

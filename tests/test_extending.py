@@ -15,8 +15,13 @@ from tests.started import refused, run_train
 from tests.test_resume import check_same_weights
 
 SAME = """
+import os
+import random
+import sys
+import numpy
 import torch
 from torch import nn
+from tests.tiny import Tiny
 
 def sgd(parameters, lr, weight_decay, momentum):
     return torch.optim.SGD(parameters, lr, momentum, weight_decay=weight_decay, foreach=True)
@@ -47,6 +52,49 @@ def smaller():
 def line(epoch, epochs):
     return 1 - epoch / epochs
 
+class Noisy(torch.optim.Optimizer):
+    def __init__(self, parameters, lr, weight_decay, generator=None):
+        super().__init__(parameters, {"lr": lr})
+        self.generator = generator
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn(p.shape, generator=self.generator), alpha=0.01).sub_(p.grad, alpha=0.01)
+            p.mul_(1 + 0.001 * numpy.random.rand() * random.random())
+
+class Counting(Tiny):
+    def __init__(self, num_classes, assigns=False):
+        super().__init__(num_classes)
+        self.register_buffer("count", torch.zeros(()))
+        self.assigns = assigns
+    def forward(self, image):
+        self.count = self.count + 1 if self.assigns else self.count.add_(self.training)
+        return super().forward(image)
+
+class Moving(Smooth):
+    def __init__(self, is_trained=False):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=is_trained)
+    def forward(self, output, target):
+        self.mean = self.mean + (not self.scale.requires_grad)
+        return super().forward(output, target) * self.scale
+
+apart = lambda parameters, lr, weight_decay: Noisy(parameters, lr, 0, torch.Generator().manual_seed(os.getpid()))
+trained = lambda: Moving(is_trained=True)
+summed = lambda: nn.CrossEntropyLoss(reduction="sum")
+error_rate = lambda: lambda output, target: (output.argmax(1) != target).float().mean()
+exits_later = lambda: lambda output, target: sys.exit(0) if len(target) > 6 else smooth()(output, target)
+drawn = lambda epoch, epochs: random.random()
+tensor_line = lambda epoch, epochs: torch.tensor(1 - epoch / epochs, dtype=torch.float64)
+
+def noisy_loss():
+    prior = torch.rand(3)
+    return lambda output, target: nn.functional.cross_entropy(output + prior + torch.randn(3), target)
+
+numbers = numpy.random.default_rng(0)
+forgetful = lambda: lambda image: image.rotate(numbers.integers(4) * 90)
+
 def below_zero(epoch, epochs):
     return -1.0
 
@@ -57,7 +105,7 @@ def fails_later():
     seen = []
     def augment(image):
         seen.append(1)
-        return image if len(seen) < 3 else 1 / 0
+        return image if len(seen) < 20 else 1 / 0
     return augment
 
 def half_negative(epoch, epochs):
@@ -110,6 +158,12 @@ class Hard(Count):
 def hard(num_classes):
     return Hard()
 
+class Mean(Hard):
+    def batch_sums(self, output, target, index):
+        return [(output.argmax(1) == target).float().mean()]
+
+mean = lambda num_classes: Mean()
+
 class Ungathered(Count):
     def gather(self, *names):
         return {names[0]: 1.0}
@@ -120,12 +174,11 @@ def ungathered(num_classes):
 class Numpy(Count):
     def compute(self, sums, count):
         import numpy
-        return {"x": numpy.float32(1)}
+        return {"x": [1.0, numpy.float32(1)]}
 
 def numpys(num_classes):
     return Numpy()
 
-import os
 from pathlib import Path
 from loading.source import Source
 
@@ -329,12 +382,21 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--lr-scheduler {}:nothing_at_all", "unsupported operand"),
     ("--lr-scheduler cosin", "is no schedule"), ("--metrics f2", "--metrics f2 is no metric"),
     ("--metrics {}:nothing_at_all", "returned None; expected a metrics.Metric"),
-    ("--criterion {}:each_image", "the loss is tensor([1.0986, 1.0986]); expected the mean of a batch, a 0-d tensor"),
+    ("--criterion {}:each_image", "the loss is tensor([1.0986, 1.0986]), and of three copies"),
     ("--lr-scheduler {}:half_negative --lr-per-step", "its factor in epoch 0.0625 is -1.0; expected 0 or more"),
     ("--metrics {}:named_acc1", "its curve acc1 has a name that is taken"),
     ("--metrics {}:named_images", "its curve images has a name that is taken"),
     ("--metrics {}:ones {}:twos", "its curve x has a name that is taken"),
     ("--metrics {}:two_sums", "batch_sums returns 2 sums, and its num_sums is 1; give num_sums"),
+    ("--criterion {}:exits_later", "code of your own has called sys.exit(0); let it raise an error"),
+    ("--opt {}.exits.py:sgd", "cannot be run (line 2): SystemExit: 0"),
+    ("--metrics {}:mean", "batch_sums of a batch twice over are not twice its own"),
+    ("--criterion {}:summed", "the loss is tensor(2.1972), and of three copies tensor(6.5917"),
+    ("--criterion {}:error_rate", "tensor(0.); expected the mean of a batch, a 0-d tensor with a gradient"),
+    ("--criterion {}:Moving", "parameters or buffers of a loss are not trained or saved"),
+    ("--criterion {}:trained", "parameters or buffers of a loss are not trained or saved"),
+    ("--lr-scheduler {}:drawn", "its factors change when it is called again"),
+    ("--auto-augment {}:forgetful", "other pixels by the same seed"),
     ("--metrics {}:items", "batch_sums returns no list of tensors; leave .item() out"),
     ("--metrics {}:hard --mixup-alpha 0.2", "targets of shape (2, 3): The size of tensor a (2) must match"),
     ("--metrics {}:ungathered", "tuple index out of range"),
@@ -353,7 +415,60 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--opt {}:sgd --opt-eps 1", "has no such option"),
 ])  # fmt: skip
 def test_own_code_that_cannot_be_used_is_one_line(started, mine, tmp_path, own, words):
-    refused(started.go_on(tmp_path, tmp_path / "out", *own.replace("{}", str(mine)).split()), words)
+    mine.with_name("mine.py.exits.py").write_text("import sys\nsys.exit(0)\n")
+    outcome = started.go_on(tmp_path, tmp_path / "out", *own.replace("{}", str(mine)).split())
+    refused(outcome, words, code=1 if "later" in own else 2)
+
+
+@pytest.mark.dist
+def test_draws_and_buffers_of_own_code_have_the_same_bits_on_any_ranks_and_after_a_kill(started, mine, tmp_path):
+    argv = ["--model", f"{mine}:Counting", "--opt", f"{mine}:Noisy", "--criterion", f"{mine}:noisy_loss"]
+    argv += ["--global-batch-size", 8, "--batch-size", 4, "--epochs", 2, "--lr-scheduler", f"{mine}:tensor_line"]
+    kill = [(0, "torch.optim.Optimizer.zero_grad", 5, "before")]
+    started.go_on(tmp_path, tmp_path / "one", *argv).check()
+    started.go_on(tmp_path, tmp_path / "two", *argv, world_size=2).check()
+    assert started.go_on(tmp_path, tmp_path / "killed", *argv, world_size=2, faults=kill).codes[0] == -9
+    started.go_on(tmp_path, tmp_path / "killed", *argv, "--resume", "auto").check()
+    records = read_metrics(tmp_path / "one" / "metrics.jsonl")
+    for out in ("two", "killed"):
+        found, _ = check_same_weights(tmp_path / out, tmp_path / "one", "model", "optimizer")
+        assert read_metrics(tmp_path / out / "metrics.jsonl") == records
+    assert found["model"]["count"] == 6  # of six steps of two micro-batches, of which the first counts
+
+
+@pytest.mark.dist
+def test_ranks_whose_weights_differ_end_the_run_before_a_save(started, mine, tmp_path):
+    argv = ["--opt", f"{mine}:apart", "--global-batch-size", 8, "--batch-size", 4]
+    outcome = started.go_on(tmp_path, tmp_path / "out", *argv, world_size=2)
+    refused(outcome, "after step 1 ranks have other weights than rank 0: draw from", code=1)
+    assert not list((tmp_path / "out").glob("*.pth"))
+
+
+def test_a_model_that_assigns_new_buffers_is_refused_where_micro_batches_would_move_them(started, mine, tmp_path):
+    argv = ["--model", f"{mine}:Counting", "--model-kwargs", "assigns=True", "--epochs", 1]
+    argv += ["--global-batch-size", 8, "--batch-size"]
+    started.go_on(tmp_path, tmp_path / "one", *argv, 8).check()
+    outcome = started.go_on(tmp_path, tmp_path / "two", *argv, 4)
+    refused(outcome, "--model assigns a new buffer in training; change buffers in place", code=1)
+
+
+def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(started, tmp_path):
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        (folder / "parts").mkdir(parents=True)
+        (folder / "parts" / "scale.py").write_text("SCALE = 1")
+        (folder / "helper.py").write_text("def scale():\n    from parts.scale import SCALE\n")
+        (folder / "mine.py").write_text("from helper import scale\nimport utils\n" + SAME)
+        (folder / "utils.py").write_text("")  # this project's own is imported
+    own, resumed = ["--epochs", 1, "--opt", tmp_path / "a/mine.py:sgd", "--criterion"], ["--resume", "auto"]
+    other = started.go_on(tmp_path, tmp_path / "out", *own, tmp_path / "b/mine.py:smooth")
+    refused(other, "b/mine.py:smooth imports another helper than other code of your own does")
+    own += [tmp_path / "a/mine.py:smooth"]
+    started.go_on(tmp_path, tmp_path / "out", *own).check()
+    (tmp_path / "a" / "utils.py").write_text("1")
+    started.go_on(tmp_path, tmp_path / "out", *own, *resumed).check()
+    (tmp_path / "a" / "parts" / "scale.py").write_text("SCALE = 2")
+    words = "the file of --opt (parts), --criterion (parts) has another content", "--allow-change code"
+    refused(started.go_on(tmp_path, tmp_path / "out", *own, *resumed), *words)
 
 
 def test_code_that_a_recipe_names_is_not_run(started, mine, tmp_path):

@@ -84,7 +84,7 @@ def sum_over_ranks(num_shards):
         for shard in shards.local:
             with step.shard(number, shard):
                 step.model(factors[shard]).backward()
-        step.finish_gradients()
+        step.finish_gradients(number)
         for parameter, gradients in zip(model.weights, zip(*factors, strict=True), strict=True):
             assert torch.equal(parameter.grad, pairwise_by_recursion(gradients, world_size) / num_shards), number
     torch.distributed.barrier()
