@@ -186,8 +186,9 @@ def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
             criterion = load_function("criterion", args)()
             if not callable(criterion):
                 raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
-            for target in [] if train is None else _example_targets(args, len(train.classes)):
-                _check_loss(criterion, torch.zeros(len(target), len(train.classes)), target)
+            num = 0 if train is None else len(train.classes)
+            for target in _example_targets(args, num) if num else []:
+                _check_loss(criterion, torch.arange(target.shape[0] * num).view(-1, num).cos(), target)
         criterion = criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
     elif args.bce_loss:
         criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh, weight)

@@ -71,8 +71,12 @@ class Noisy(torch.optim.SGD):
 def noisy(parameters, lr, weight_decay, momentum):
     return Noisy(parameters, lr, momentum, weight_decay=weight_decay, foreach=True)
 
+class Weighted(nn.CrossEntropyLoss):
+    def __init__(self):
+        super().__init__(weight=torch.tensor([1.0, 2.0, 3.0]))
+
 class Centred(nn.Module):
-    """Keeps the mean of the scores so far, and subtracts it."""
+    """Keeps a mean of the scores so far."""
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
@@ -81,8 +85,7 @@ class Centred(nn.Module):
             self.mean.lerp_(output.mean(), 0.5)
         return nn.functional.cross_entropy(output * (1 + self.mean), target)
 
-def centred():
-    return Centred()
+centred, weighted = Centred, Weighted
 
 def drawn():
     return lambda output, target: nn.functional.cross_entropy(output + torch.rand_like(output), target)
@@ -335,7 +338,7 @@ DOORS = {
     ),
     "own model": own("model", "model", ("--model {}/mine.py:modell", "model"), elsewhere={"agree": NOT_READ}),
     "own optimizer with state and draws": own("opt", "noisy", ("--opt {}/mine.py:noise", "noisy")),
-    "own loss with state": own("criterion", "centred", ("--criterion {}/mine.py:falling", "falling")),
+    "own loss with numbers": own("criterion", "weighted", ("--criterion {}/mine.py:centred", "of a loss are not trained")),
     "own loss with draws": own("criterion", "drawn", ("--criterion {}/mine.py:sure", "sure")),
     "own metric": own("metrics", "sure", ("--metrics {}/mine.py:falling", "falling")),
     "own schedule": own("lr-scheduler", "falling", ("--lr-scheduler {}/mine.py:sure", "sure")),
