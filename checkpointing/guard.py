@@ -1,8 +1,11 @@
 """Compare options, data and versions with those of the checkpoint that a run resumes."""
 
+import hashlib
+import json
 import os
 import platform
 import subprocess
+import zlib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +15,7 @@ import PIL
 import torch
 import torchvision
 from PIL import features
+from torch import nn
 
 from custom.code import OWN
 from distributed import collectives
@@ -22,10 +26,12 @@ from options import BY_NAME, FREE, FREE_REMOVED, REMOVED, SCHEDULES, SILENT, is_
 _DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted"}
 
 
-def describe_data(train: Any, val: Any) -> dict:
-    """Return the facts by which a checkpoint identifies the training and the validation set."""
+def describe_data(train: Any | None, val: Any, more: dict[str, Any] | None = None) -> dict:
+    """Return the facts by which a checkpoint identifies the training set, the validation set and `--eval-data`."""
     classes = list(val.classes)
-    return {**_describe_set(train), "num_classes": len(classes), "classes": classes, "val": _describe_set(val)}
+    facts = {} if train is None else _describe_set(train)
+    facts["more"] = {name: _describe_set(each) for name, each in (more or {}).items()}
+    return {**facts, "num_classes": len(classes), "classes": classes, "val": _describe_set(val)}
 
 
 def _describe_set(dataset: Any) -> dict:
@@ -79,14 +85,31 @@ def describe_revision(folder: Path) -> str | None:
     return commit and commit + "-dirty" * any(not line.startswith("# ") for line in lines)
 
 
-def run_facts(args: Any, train: Any, val: Any) -> dict:
+def run_facts(args: Any, train: Any, val: Any, more: dict[str, Any] | None = None) -> dict:
     """Return the plain values that describe a run in its checkpoints and in run.json."""
     return {
         "args": dict(vars(args)),
         "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
-        "data": describe_data(train, val),
+        "data": describe_data(train, val, more),
         "environment": describe_environment(args),
     }
+
+
+def find_hashes(args: Any, data: dict, model: nn.Module, resumed: dict | None = None) -> dict[str, str]:
+    """Return hashes by which two machines are compared: of data, of options that change numbers, of first weights.
+
+    They are the same for every form and path of the images, on any number of processes, and in a resumed run.
+    """
+    sets = [[each.get(key) for key in ("num_images", "fingerprint", "sample")] for each in (data, data["val"])]
+    names = [name for name, option in BY_NAME.items() if option.resume not in (FREE, SILENT)]
+    texts = [str(getattr(args, name)) for name in [*names, "code", "reference_global_batch"]]
+    texts = [os.path.basename(text) if ".py:" in text else text for text in texts]  # files of own code move
+    tensors = {name: each for name, each in model.state_dict().items() if torch.is_tensor(each)}
+    # SHA-256 would take four times as long.
+    sums = [zlib.crc32(each.cpu().reshape(-1).view(torch.uint8).numpy()) for each in tensors.values()]
+    parts = {"data": [data["classes"], *sets], "options": texts, "weights": [*tensors, *sums]}
+    hashes = {name: hashlib.sha256(json.dumps(part).encode()).hexdigest()[:8] for name, part in parts.items()}
+    return hashes if resumed is None else {**hashes, "weights": resumed.get("hashes", {}).get("weights", "unknown")}
 
 
 def check_options(state: dict, args: Any) -> None:
@@ -126,13 +149,14 @@ def check_options(state: dict, args: Any) -> None:
     _print_joined("versions that changed: ", versions, "; equal bits are not promised" if is_deterministic else "")
 
 
-def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> None:
+def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more: dict[str, Any] | None = None) -> None:
     """Raise UserError if there is a checkpoint, and its model, classes or images are not those of this run.
 
     Without a training set the checkpoint is to be evaluated, and the images may differ. Ranks whose images differ are
     refused in any case. Collective: every rank must call it.
     """
-    for name, dataset in {"train": train, "val": val}.items():
+    more = more or {}
+    for name, dataset in {"train": train, "val": val, **more}.items():
         _check_ranks(name, dataset)
     if state is None:
         return
@@ -146,7 +170,8 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
         place = args.data_path if args.synthetic is None else f"--synthetic {args.synthetic}"
         advice = "pass it to --weights to fine-tune instead" if train else "give images of the checkpoint's classes"
         raise UserError(f"{source} {theirs['num_classes']} classes but {place} has {num_classes}; {advice}")
-    refused, notes = compare_classes(theirs["classes"], val.classes), []
+    refusal = f"cannot {'evaluate' if train is None else 'resume'} (--resume {args.resume})"
+    refused, notes = compare_classes(theirs["classes"], val.classes, refusal), []
     if train is not None:
         if theirs["num_images"] != len(train):
             raise UserError(
@@ -154,11 +179,13 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any) -> No
                 "; a position is counted in steps of all images, so this cannot be changed"
             )
         refused += _compare_sets("train", theirs, _describe_set(train), notes)
-    if state["args"].get("minival") == args.minival:
-        differing = _compare_sets("val", theirs["val"], _describe_set(val), notes)
+    sets = {"val": val, **more} if state["args"].get("minival") == args.minival else more
+    known = {"val": theirs["val"], **theirs.get("more", {})}
+    for name in sets.keys() & known.keys():  # sets of --eval-data may come and go
+        differing = _compare_sets(name, known[name], _describe_set(sets[name]), notes)
         (notes if train is None else refused).extend(differing)
     if refused:
-        _refuse_data(args, f"cannot {'evaluate' if train is None else 'resume'} (--resume {args.resume})", refused)
+        _refuse_data(args, refusal, refused)
     _print_joined("", notes)
 
 
@@ -176,9 +203,10 @@ def check_classes(classes: list[str] | None, args: Any, val: Any) -> None:
     # For another number of classes see `models.load_matching`.
     if classes is None or len(classes) != len(val.classes):
         return
-    differences = compare_classes(classes, val.classes)
+    refusal = f"--weights {args.weights} is of other classes"
+    differences = compare_classes(classes, val.classes, refusal)
     if differences and args.test_only:
-        _refuse_data(args, f"--weights {args.weights} is of other classes", differences)
+        _refuse_data(args, refusal, differences)
     elif differences:
         print(f"--weights {args.weights}: {differences[0]}; training continues from its classifier for these")
 
@@ -190,19 +218,26 @@ def _refuse_data(args: Any, refusal: str, differences: list[str]) -> None:
     _print_joined("changed as --allow-change says: ", differences)
 
 
-def compare_classes(theirs: list[str], ours: list[str]) -> list[str]:
-    """Return a line about classes whose names differ from the checkpoint's, if any do; both must have as many."""
+def compare_classes(theirs: list[str], ours: list[str], refusal: str = "") -> list[str]:
+    """Return a line about classes whose names differ from the checkpoint's, if any do; both must have as many.
+
+    With the words of a refusal UserError for the same names in another order, which nothing permits.
+    """
     labels = [label for label, names in enumerate(zip(theirs, ours, strict=True)) if names[0] != names[1]]
     if not labels:
         return []
     first = _difference(f"class {labels[0]} is", one_line(theirs[labels[0]]), one_line(ours[labels[0]]))
+    if refusal and {*theirs} == {*ours}:
+        advice = "use lists and a classes.txt in its order (docs/own-photographs.md), or scripts.evaluate, by names"
+        raise UserError(f"{refusal}: the same classes in another order would get other labels: {first}; {advice}")
     return [f"{len(labels)} of {len(ours)} classes have other names: {first}"]
 
 
 def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list[str]:
     """Return the differences of two sets that matter; add those that may be harmless to the notes.
 
-    Names and labels can be compared across forms and paths, sizes and checksums within a form, times within a path.
+    Names, labels and a sample of sizes can be compared across forms and paths, all sizes and checksums within a form,
+    times within a path.
     """
     meanings = {"num_images": "there are more or fewer images", "fingerprint": "files have other names or labels"}
     is_same_form = theirs["form"] == ours["form"]
@@ -210,6 +245,11 @@ def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list
         meanings |= {"sizes": "images have other sizes", "checksums": "it is another pack"}
     # Sizes and checksums are not always known.
     differing = [key for key in meanings if theirs[key] != ours[key] and None not in (theirs[key], ours[key])]
+    samples = [{*str(each.get("sample") or "").split()} for each in (theirs, ours)]
+    # A few may differ: damaged files are replaced by good ones.
+    if not differing and 2 * len(samples[0] & samples[1]) < min(map(len, samples)):
+        words = f"most of {len(samples[1])} images that were compared have other sizes"
+        return [f"data of {name}: {words}: they are others, or encoded again, as by scripts.pack"]
     if not differing and is_same_form and theirs["path"] == ours["path"] and theirs["times"] != ours["times"]:
         notes.append(f"data of {name}: {ours['path']} has changed since the checkpoint, but no name in it")
     return [f"{_difference(f'data of {name}: {key}', theirs[key], ours[key])}: {meanings[key]}" for key in differing]

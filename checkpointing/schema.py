@@ -78,6 +78,7 @@ _FIELDS |= {
 _OPTIONAL_FIELDS = {
     "model_ema": _are_tensors,
     "scaler": _is_scaler,
+    "hashes": lambda value: all(map(is_printable, value.values())),
     "log_window": lambda value: all(map(math.isfinite, value["sums"])),
 }
 

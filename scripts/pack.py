@@ -333,7 +333,8 @@ class Pack:
         columns = dict(zip(("offsets", "sizes", "crcs"), places[order].T, strict=True))
         columns |= {"shards": numbers[order], "labels": numpy.array([labels[keys[number][0]] for number in order])}
         names = encode(split.names[number] for number in order)
-        return encode_index({"classes": classes, "shards": facts}, names, columns)
+        reduced = {key: self.facts[key] for key in ("px", "quality")}
+        return encode_index({"classes": classes, "shards": facts, **reduced}, names, columns)
 
     def _places(self, file: str) -> numpy.ndarray:
         """Return `places_of` a shard; UserError if an earlier run's is not as it was written."""
