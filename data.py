@@ -21,7 +21,7 @@ import transforms
 from checkpointing.published import is_stored, take_published_options
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import BadImageError, ImageError, UserError, counted, in_one_line, one_line
+from errors import BadImageError, ImageError, UserError, counted, in_one_line
 from files import read_bytes
 from loading.decode import decode_plainly
 from loading.fill import start_filling
@@ -344,9 +344,8 @@ def note_pack(name: str, source: Source, px: int) -> None:
     """Print that a set's images are a pack's, and whether they are enlarged to `px`; of training if they are."""
     side = source.pack.get("px") if isinstance(source.pack, dict) else None
     if type(side) is int and (name != "train" or px > side):
-        words = f"images of a pack (short side {side}, JPEG quality {source.pack.get('quality')}), not the originals"
-        more = f"; they are enlarged to {px} pixels" * (px > side)
-        print(one_line(f"{name}: {words}: scores differ (docs/data.md){more}"))
+        words = f"{name}: images of a pack of short side {side}, not the originals: scores differ (docs/data.md)"
+        print(words + f"; they are enlarged to {px} pixels" * (px > side))
 
 
 def warn_of_uneven(dataset: IndexedImageFolder, args: Any) -> None:

@@ -248,7 +248,7 @@ def main(args):
     if args.test_only:
         model_ema = models.load_evaluated(args, model_without_ddp, state)
         optim.check_finite(model_without_ddp, model_ema)
-        print(hash_line(find_hashes(args, describe_data(*datasets), model_without_ddp)))
+        print(hash_line(find_hashes(args, describe_data(*datasets[:2]), model_without_ddp)))
         evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return
 

@@ -1,7 +1,6 @@
 """Compare options, data and versions with those of the checkpoint that a run resumes."""
 
 import hashlib
-import json
 import os
 import platform
 import subprocess
@@ -15,7 +14,6 @@ import PIL
 import torch
 import torchvision
 from PIL import features
-from torch import nn
 
 from custom.code import OWN
 from distributed import collectives
@@ -26,11 +24,10 @@ from options import BY_NAME, FREE, FREE_REMOVED, REMOVED, SCHEDULES, SILENT, is_
 _DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted"}
 
 
-def describe_data(train: Any | None, val: Any, more: dict[str, Any] | None = None) -> dict:
-    """Return the facts by which a checkpoint identifies the training set, the validation set and `--eval-data`."""
+def describe_data(train: Any | None, val: Any) -> dict:
+    """Return the facts by which a checkpoint identifies the training and the validation set."""
     classes = list(val.classes)
     facts = {} if train is None else _describe_set(train)
-    facts["more"] = {name: _describe_set(each) for name, each in (more or {}).items()}
     return {**facts, "num_classes": len(classes), "classes": classes, "val": _describe_set(val)}
 
 
@@ -90,12 +87,13 @@ def run_facts(args: Any, train: Any, val: Any, more: dict[str, Any] | None = Non
     return {
         "args": dict(vars(args)),
         "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
-        "data": describe_data(train, val, more),
+        "data": describe_data(train, val),
+        "eval_data": {name: _describe_set(each) for name, each in (more or {}).items()},
         "environment": describe_environment(args),
     }
 
 
-def find_hashes(args: Any, data: dict, model: nn.Module, resumed: dict | None = None) -> dict[str, str]:
+def find_hashes(args: Any, data: dict, model: torch.nn.Module, resumed: dict | None = None) -> dict[str, str]:
     """Return hashes by which two machines are compared: of data, of options that change numbers, of first weights.
 
     They are the same for every form and path of the images, on any number of processes, and in a resumed run.
@@ -103,12 +101,12 @@ def find_hashes(args: Any, data: dict, model: nn.Module, resumed: dict | None = 
     sets = [[each.get(key) for key in ("num_images", "fingerprint", "sample")] for each in (data, data["val"])]
     names = [name for name, option in BY_NAME.items() if option.resume not in (FREE, SILENT)]
     texts = [str(getattr(args, name)) for name in [*names, "code", "reference_global_batch"]]
-    texts = [os.path.basename(text) if ".py:" in text else text for text in texts]  # files of own code move
-    tensors = {name: each for name, each in model.state_dict().items() if torch.is_tensor(each)}
+    options = [os.path.basename(text) if ".py:" in text else text for text in texts]  # files of own code move
+    state = {name: each for name, each in model.state_dict().items() if torch.is_tensor(each)}
     # SHA-256 would take four times as long.
-    sums = [zlib.crc32(each.cpu().reshape(-1).view(torch.uint8).numpy()) for each in tensors.values()]
-    parts = {"data": [data["classes"], *sets], "options": texts, "weights": [*tensors, *sums]}
-    hashes = {name: hashlib.sha256(json.dumps(part).encode()).hexdigest()[:8] for name, part in parts.items()}
+    sums = [zlib.crc32(each.cpu().reshape(-1).view(torch.uint8).numpy()) for each in state.values()]
+    parts = {"data": [data["classes"], *sets], "options": options, "weights": [*state, *sums]}
+    hashes = {name: hashlib.sha256(repr(part).encode(errors="replace")).hexdigest()[:8] for name, part in parts.items()}
     return hashes if resumed is None else {**hashes, "weights": resumed.get("hashes", {}).get("weights", "unknown")}
 
 
@@ -180,8 +178,8 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
             )
         refused += _compare_sets("train", theirs, _describe_set(train), notes)
     sets = {"val": val, **more} if state["args"].get("minival") == args.minival else more
-    known = {"val": theirs["val"], **theirs.get("more", {})}
-    for name in sets.keys() & known.keys():  # sets of --eval-data may come and go
+    known = {"val": theirs["val"], **state.get("eval_data", {})}
+    for name in [name for name in sets if name in known]:  # sets of --eval-data may come and go
         differing = _compare_sets(name, known[name], _describe_set(sets[name]), notes)
         (notes if train is None else refused).extend(differing)
     if refused:
@@ -228,8 +226,8 @@ def compare_classes(theirs: list[str], ours: list[str], refusal: str = "") -> li
         return []
     first = _difference(f"class {labels[0]} is", one_line(theirs[labels[0]]), one_line(ours[labels[0]]))
     if refusal and {*theirs} == {*ours}:
-        advice = "use lists and a classes.txt in its order (docs/own-photographs.md), or scripts.evaluate, by names"
-        raise UserError(f"{refusal}: the same classes in another order would get other labels: {first}; {advice}")
+        advice = "a list with classes.txt keeps an order (docs/data.md#changed-data)"
+        raise UserError(f"{refusal}: the same classes are in another order: {first}; {advice}")
     return [f"{len(labels)} of {len(ours)} classes have other names: {first}"]
 
 
@@ -245,11 +243,10 @@ def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list
         meanings |= {"sizes": "images have other sizes", "checksums": "it is another pack"}
     # Sizes and checksums are not always known.
     differing = [key for key in meanings if theirs[key] != ours[key] and None not in (theirs[key], ours[key])]
-    samples = [{*str(each.get("sample") or "").split()} for each in (theirs, ours)]
+    known, found = ({*str(each.get("sample") or "").split()} for each in (theirs, ours))
     # A few may differ: damaged files are replaced by good ones.
-    if not differing and 2 * len(samples[0] & samples[1]) < min(map(len, samples)):
-        words = f"most of {len(samples[1])} images that were compared have other sizes"
-        return [f"data of {name}: {words}: they are others, or encoded again, as by scripts.pack"]
+    if not differing and 2 * len(known & found) < min(len(known), len(found)):
+        return [f"data of {name}: most of {len(found)} images that were compared have other sizes (scripts.pack?)"]
     if not differing and is_same_form and theirs["path"] == ours["path"] and theirs["times"] != ours["times"]:
         notes.append(f"data of {name}: {ours['path']} has changed since the checkpoint, but no name in it")
     return [f"{_difference(f'data of {name}: {key}', theirs[key], ours[key])}: {meanings[key]}" for key in differing]

@@ -34,7 +34,7 @@ class Source(ABC):
         form: the format's name in checkpoints and messages.
         layout: the files that the format needs in the data path, for a message to a user who has none.
         classes: names of the classes, in the order of the labels.
-        pack: of a pack of `scripts.pack`, facts of its manifest or index, not checked: `px` and `quality`.
+        pack: of a pack of `scripts.pack`, facts of its manifest or index, not checked: `px`, their short side.
         label_sets: (sets, classes) bool for images of several labels, whose `label` is then a row; else None.
     """
 
