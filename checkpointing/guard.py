@@ -104,8 +104,8 @@ def find_hashes(args: Any, data: dict, model: torch.nn.Module, resumed: dict | N
     options = [os.path.basename(text) if ".py:" in text else text for text in texts]  # files of own code move
     state = {name: torch.atleast_1d(each) for name, each in model.state_dict().items() if torch.is_tensor(each)}
     # Of rows from all over a tensor: all of ResNet-50 take 20 ms, and as long to come from a device.
-    rows = [each[:: len(each) // 16 or 1].cpu().reshape(-1).view(torch.uint8) for each in state.values()]
-    sums = [zlib.crc32(each.numpy()) for each in rows]
+    rows = [each[:: len(each) // 16 or 1].cpu().contiguous().flatten() for each in state.values()]
+    sums = [zlib.crc32(each.view(torch.uint8).numpy()) for each in rows]
     parts = {"data": [data["classes"], *sets], "options": options, "weights": [*state, *sums]}
     hashes = {name: hashlib.sha256(repr(part).encode(errors="replace")).hexdigest()[:8] for name, part in parts.items()}
     return hashes if resumed is None else {**hashes, "weights": resumed.get("hashes", {}).get("weights", "unknown")}
