@@ -315,7 +315,7 @@ def resolve(
     names = sorted(name for name in values.keys() & preset if is_sparse or values[name] != preset[name])
     typed, values = names if typed is None else typed, preset | values
     own = own_code(values)
-    weights = [("class_weights", values["class_weights"])] * (values["class_weights"] not in (None, "balanced"))
+    weights = [(name, values[name]) for name in ("class_weights", "teacher") if os.path.isfile(values[name] or "")]
     values |= {
         "given": names,
         "reference_global_batch": values["lr_scaling_batch"] or reference_global_batch,

@@ -238,7 +238,7 @@ def check_classes(dataset: Dataset, dataset_test: Dataset) -> None:
     """Raise UserError if the classes of two sets differ."""
     here, there = dataset.classes, dataset_test.classes
     if here != there:
-        names = ", ".join(sorted(set(here) ^ set(there))[:3]) or "in their order"
+        names = ", ".join(sorted(set(here) ^ set(there))[:3]) or "the same names in another order"
         raise UserError(
             f"{dataset.root} has {len(here)} classes and {dataset_test.root} has {len(there)}, and they differ "
             f"({names}); both need one folder for each class, and lists that lack one a classes.txt"
@@ -309,8 +309,10 @@ def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
     )
 
 
-def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dataset | None, Dataset], dict]:
-    """Return the options, the training and validation sets, and loaders by their names, `train` and the evaluated sets.
+def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dataset | None, Dataset, dict], dict]:
+    """Return the options, the sets, and loaders by their names, `train` and the evaluated sets.
+
+    The sets are those of training and validation, and a dict of those of `--eval-data`.
 
     `begun` is the result for options of an earlier moment, which is kept unless presets need others by now: a run of
     one of timm's models keeps the sizes that it began with.
@@ -323,8 +325,7 @@ def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dat
         return begun
     check_workers(args.workers)
     start = time.perf_counter()
-    sets = build_datasets(*config.split_dirs(args), args)
-    dataset, dataset_test = sets
+    dataset, dataset_test = sets = build_datasets(*config.split_dirs(args), args)
     if dataset is not None:
         print(
             f"{len(dataset)} training and {len(dataset_test)} validation images of "
@@ -335,8 +336,19 @@ def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dat
         splits = ["train"] if args.minival else ["train", "val"]
         dataset.filler = start_filling({"url": args.data_path, "splits": splits, **remote_options(args)})
     more = build_more_sets(args, dataset_test)
-    names = ["train", config.evaluated_set(args), *more]
-    return args, sets, dict(zip(names, start_loaders([*sets, *more.values()], args), strict=True))
+    loaded = dict(zip(["train", config.evaluated_set(args), *more], [*sets, *more.values()], strict=True))
+    for name, each in loaded.items():
+        if each is not None:
+            note_pack(name, each.index, args.train_crop_size if name == "train" else args.val_resize_size)
+    return args, (*sets, more), dict(zip(loaded, start_loaders(loaded.values(), args), strict=True))
+
+
+def note_pack(name: str, source: Source, px: int) -> None:
+    """Print that a set's images are a pack's, and whether they are enlarged to `px`; of training if they are."""
+    side = source.pack.get("px") if isinstance(source.pack, dict) else None
+    if type(side) is int and (name != "train" or px > side):
+        words = f"{name}: images of a pack of short side {side}, not the originals: scores differ (docs/data.md)"
+        print(words + f"; they are enlarged to {px} pixels" * (px > side))
 
 
 def warn_of_uneven(dataset: IndexedImageFolder, args: Any) -> None:

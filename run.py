@@ -18,7 +18,7 @@ import gradients
 import optim
 from checkpointing.checkpoint import RunState
 from checkpointing.folder import explained
-from checkpointing.guard import describe_processor, run_facts
+from checkpointing.guard import describe_processor, find_hashes, run_facts
 from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
 from distributed import collectives
@@ -121,6 +121,7 @@ class Run(BareRun):
             "log_epoch": self.epoch_tally, "scaler": scaler if scaler and scaler.is_enabled() else None,
         }  # fmt: skip
         facts = run_facts(args, *datasets)
+        facts["hashes"] = find_hashes(args, facts["data"], self.model, resumed)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
         self.begun = self.saved = self.saving = self.position  # nothing to save yet
@@ -145,7 +146,7 @@ class Run(BareRun):
         collectives.call_on_master(self.write_description)
         if collectives.is_main_process():
             log.open(self.folder)
-        print(*first_lines(self.args, self.model, self.state.steps_per_epoch, self.folder), sep="\n")
+        print(*first_lines(self.args, self.model, self.state, self.folder), sep="\n")
         with ExitStack() as stack:
             stack.push(lambda kind, error, trace: log.close(error))
             collectives.call_on_master(self.monitor.open)

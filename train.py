@@ -19,7 +19,7 @@ import gradients
 import models
 import optim
 import utils
-from checkpointing.guard import check_data, check_options
+from checkpointing.guard import check_data, check_options, describe_data, find_hashes
 from checkpointing.published import preprocessing_line, settle_preprocessing, start_weights
 from checkpointing.store import CheckpointManager
 from data import load_data
@@ -29,7 +29,7 @@ from distributed.launch import read_launch
 from distributed.signals import follow_agent, take_signals
 from errors import PreemptedError, UserError, end_by, end_process
 from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_line
-from monitoring.console import log
+from monitoring.console import hash_line, log
 from monitoring.preview import preview
 from options import defaults, get_args_parser
 from presets import build_presets
@@ -238,7 +238,7 @@ def main(args):
     args, state = find_checkpoint(args, manager)
 
     _, datasets, started = loading = data.start_loading(args, loading)
-    samplers = data.build_samplers(*datasets, args)
+    samplers = data.build_samplers(*datasets[:2], args)
     check_data(state, args, *datasets)
     num_classes = len(datasets[1].classes)
     data_loader = data.build_device_loader(args, started.pop("train"), samplers[0], device, num_classes)
@@ -251,6 +251,7 @@ def main(args):
     if args.test_only:
         model_ema = models.load_evaluated(args, model_without_ddp, state)
         optim.check_finite(model_without_ddp, model_ema)
+        print(hash_line(find_hashes(args, describe_data(*datasets[:2]), model_without_ddp)))
         evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return
 

@@ -70,14 +70,13 @@ _FIELDS = {
     "best": _is_best,
     "best_ema": _is_best,
 }
-_FIELDS |= {
-    f"{split}.{name}": _is_text
-    for split in ("data", "data.val")
-    for name in ("fingerprint", "form", "path", "sizes", "times", "checksums")
-}
+_OF_A_SET = ("fingerprint", "form", "path", "sizes", "times", "checksums")
+_FIELDS |= {f"{split}.{name}": _is_text for split in ("data", "data.val") for name in _OF_A_SET}
 _OPTIONAL_FIELDS = {
     "model_ema": _are_tensors,
     "scaler": _is_scaler,
+    "eval_data": lambda value: all({"num_images", *_OF_A_SET} <= each.keys() for each in value.values()),
+    "hashes": lambda value: all(map(is_printable, value.values())),
     "log_window": lambda value: all(map(math.isfinite, value["sums"])),
 }
 

@@ -479,6 +479,7 @@ class RemotePack(ArraySource):
                 if attempt == 2:
                     raise
         self.classes, self.labels, self.files = self.facts["classes"], self.columns["labels"], self.facts["shards"]
+        self.pack = self.facts
         lengths = [0, *(each["bytes"] for each in self.files)]
         begins = numpy.cumsum(lengths, dtype=numpy.int64)[self.columns["shards"]]
         home = (
@@ -500,7 +501,7 @@ class RemotePack(ArraySource):
         """Return the facts of the local pack, and this address."""
         sizes = digest([self.columns["sizes"].astype(numpy.int64).tobytes()])
         checksums = digest(["".join(each["sha256"] for each in self.files).encode()])
-        return {"form": self.form, "path": self.url, "sizes": sizes, "times": None, "checksums": checksums}
+        return {**super().identity(), "path": self.url, "sizes": sizes, "checksums": checksums}
 
     def fetch(self, number: int, last: int | None = None) -> list[bytes]:
         """Return the bytes of an image, or of all images to `last` in the same shard, by one request that is retried.

@@ -5,6 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import numpy
@@ -33,11 +34,13 @@ class Source(ABC):
         form: the format's name in checkpoints and messages.
         layout: the files that the format needs in the data path, for a message to a user who has none.
         classes: names of the classes, in the order of the labels.
+        pack: of a pack of `scripts.pack`, facts of its manifest or index, not checked: `px`, their short side.
         label_sets: (sets, classes) bool for images of several labels, whose `label` is then a row; else None.
     """
 
     form: str
     label_sets: numpy.ndarray | None = None
+    pack: dict | None = None
     layout = ""
     classes: list[str]
 
@@ -98,15 +101,17 @@ class Source(ABC):
 
     def fingerprint(self) -> str:
         """Return a hash of the names and labels of all images, the same in every format."""
-        return digest(encoded(f"{self.name(number)} {self.label(number)}\n") for number in range(len(self)))
+        lines = (encoded(f"{self.name(number)} {self.label(number)}\n") for number in range(len(self)))
+        return digest(chain(lines, [] if self.label_sets is None else [self.label_sets.tobytes()]))
 
     def identity(self) -> dict[str, str | None]:
         """Return facts that tell a split from another with the same names, without a look at each file.
 
-        They are its format and path, and hashes of the images' sizes, its files' times and their checksums, or None.
+        They are its format and path, hashes of the images' sizes, its files' times and their checksums, and the sizes
+        of at most 64 images, which can be compared across formats; or None.
         """
         path = os.path.abspath(self.root)
-        return {"form": self.form, "path": path, "sizes": None, "times": None, "checksums": None}
+        return {"form": self.form, "path": path, "sizes": None, "times": None, "checksums": None, "sample": None}
 
 
 class Subset(Source):
@@ -115,6 +120,7 @@ class Subset(Source):
     def __init__(self, whole: Source, numbers: Iterable[int]) -> None:
         super().__init__(whole.root, whole.where)
         self.form, self.classes, self.whole, self.label_sets = whole.form, whole.classes, whole, whole.label_sets
+        self.pack = whole.pack
         self.numbers = numpy.unique(numpy.fromiter(numbers, dtype=numpy.int64))
         if isinstance(whole, Subset):
             self.numbers, self.whole = whole.numbers[self.numbers], whole.whole

@@ -36,6 +36,8 @@ class TarIndex(ImageIndex):
         where = files[0] if len(files) == 1 else files[0].with_name(re.sub(r"\d+\.tar$", "*.tar", files[0].name))
         super().__init__(root, root / "*.tar" if form == "class tars" else where, files, root.parent / CLASSES)
         self.form = form
+        if _checksums(root.name, files[0].parent):
+            self.pack = read_manifest(files[0].parent / PACK_MANIFEST).get("facts")
 
     @classmethod
     def find(cls, root: Path) -> list[Source]:

@@ -97,17 +97,23 @@ class LogFile:
 log = LogFile()
 
 
-def first_lines(args: Any, model: nn.Module, steps_per_epoch: int, folder: Path) -> list[str]:
+def hash_line(hashes: dict[str, str]) -> str:
+    """Return the line by which a reader compares two machines."""
+    return "hashes: data {data}, options {options}, first weights {weights}".format(**hashes)
+
+
+def first_lines(args: Any, model: nn.Module, state: RunState, folder: Path) -> list[str]:
     """Return the lines that a run prints before its first step."""
     device = next(model.parameters()).device
     kind = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = f"{num_parameters:,} parameters" + f", {num_trained:,} trained" * (num_trained < num_parameters)
-    batch = f"{counted(steps_per_epoch, 'step')} of {counted(args.global_batch_size, 'image')}"
+    batch = f"{counted(state.steps_per_epoch, 'step')} of {counted(args.global_batch_size, 'image')}"
     return [
         f"{args.model}: {size}, on {device}{kind}, {counted(args.world_size, 'process')}",
         f"{counted(args.epochs, 'epoch')} of {batch}; the output goes to {folder}",
+        hash_line(state.facts["hashes"]),
     ]
 
 

@@ -334,6 +334,8 @@ def evaluate(options: argparse.Namespace) -> None:
     args = settle(trained, options, is_alone=False)
     num_classes = trained.count_classes()
     sets, names = open_sets(options, trained, num_classes)
+    for each in sets:
+        data.note_pack(each.name, each.source, args.val_resize_size)
     models.set_up_threads(args.replaced(use_deterministic_algorithms=True))
     preset = build_presets(args)[1]
     images = [data.IndexedImageFolder(each.source.root, preset, source=each.source) for each in sets]

@@ -1,12 +1,15 @@
 """Images and classes that are others, when a run goes on or is evaluated, than they were before."""
 
 import json
+import re
 import shutil
 
 import pytest
 
 from checkpointing.archive import load_checkpoint
-from tests.images import write_images
+from tests.endings import differing, flatten
+from tests.images import FILES, files_of, pack, run_pack, write_images
+from tests.ranks import run_ranks, tool_rank
 from tests.started import SMALL, refused, run_train
 
 
@@ -88,3 +91,105 @@ def test_weights_of_another_number_of_classes_are_not_evaluated(run, tmp_path):
     refused(run.evaluate("--weights", run.checkpoint), *words, "of 2;")
     refused(run.evaluate("--resume", run.checkpoint), "holds 3 classes but", "give images of the checkpoint's classes")
     refused(run.evaluate("--resume", run.checkpoint, "--synthetic", 8), "but --synthetic 8 has 1000")
+
+
+def test_another_set_of_eval_data_is_refused(run, tmp_path):
+    more = shutil.copytree(run.images / "val", tmp_path / "more")
+    argv = ["--resume", "auto", "--eval-data", f"v2={more}", "--epochs"]
+    run.start(*argv, 2).check()  # sets may come
+    (more / "class1" / "image001.jpg").unlink()
+    refused(run.start(*argv, 3), "data of v2: num-images 7 in the checkpoint, 6 now", "give --allow-change data")
+    assert "n=6" in run.start(*argv, 3, "--allow-change", "data").check().output
+    run.start("--resume", "auto", "--epochs", 4).check()  # and go
+
+
+def test_images_of_a_lossy_pack_are_others(begun, tmp_path):
+    """From a folder to the pack, to the folder that tar makes of it, and back; hashes below: to a plain tar."""
+    run_pack(tmp_path, "--data-path", begun.images, tmp_path / "pack", "--short-side", 16, "--workers", 1).check()
+    for path in (tmp_path / "pack").glob("*.tar"):
+        shutil.unpack_archive(path, tmp_path / "extracted", filter="data")
+    out = shutil.copytree(begun.out, tmp_path / "out", symlinks=True)
+    for other in ("pack", "extracted"):
+        words = [
+            "data of train: most of 24 images that were compared have other sizes",
+            "data of val: most of 7 images",
+        ]
+        refused(Run(tmp_path / other, out).go_on(), *words, "give --allow-change data")
+    packed = Run(tmp_path / "pack", out)
+    assert lines_of(packed.go_on("--allow-change", "data").check(), "changed as --allow-change says: data of train")
+    refused(Run(begun.images, out).go_on("--epochs", 3), "data of train: most of 24 images")
+    words = "val: images of a pack of short side 16, not the originals"
+    argv = [packed.checkpoint, "--set", f"val={tmp_path / 'pack' / 'val'}", "--device", "cpu", "--workers", 0]
+    evaluations = [packed.evaluate(source, packed.checkpoint) for source in ("--resume", "--weights")]
+    for evaluated in [*evaluations, run_ranks(tool_rank, 1, "evaluate", argv, log_folder=tmp_path)]:
+        (line,) = lines_of(evaluated.check(), words)
+        assert line.endswith("; they are enlarged to 32 pixels")
+    assert not lines_of(begun.evaluate("--weights", begun.checkpoint).check(), words)
+
+
+def test_the_same_classes_in_another_order_are_refused_or_ordered_by_classes_txt(tmp_path):
+    """Class folders sort 10 before 2, numbers in a list do not; the oracle is the run that keeps its folders."""
+    images = write_images(tmp_path / "images", {"train": [2] * 12, "val": [1] * 12})
+    for split in ("train", "val"):
+        for number in range(12):
+            (images / split / f"class{number}").rename(images / split / str(number))
+    runs = [Run(images, tmp_path / name) for name in ("folders", "lists")]
+    for run in runs:
+        run.start("--epochs", 1).check()
+    runs[0].go_on().check()
+    for split in ("train", "val"):
+        rows = [f"{path.relative_to(images)},{path.parent.name}" for path in sorted((images / split).glob("*/*"))]
+        (images / f"{split}.csv").write_text("\n".join(["path,label", *rows]))
+    words = ["the same classes are in another order", "class 2 is 10 in the checkpoint, 2 now", "classes.txt"]
+    for allowed in ([], ["--allow-change", "data"]):
+        refused(runs[1].go_on(*allowed), *words)
+        for source in ("--resume", "--weights"):
+            refused(runs[1].evaluate(source, runs[1].checkpoint, *allowed), f"{source} {runs[1].checkpoint}", *words)
+    refused(runs[1].start("--weights", runs[1].checkpoint, "--overwrite"), *words)
+    (images / "classes.txt").write_text("\n".join(sorted(map(str, range(12)))))
+    runs[1].go_on().check()
+    folders, lists = (flatten(load_checkpoint(run.checkpoint, "it")["model"]) for run in runs)
+    assert differing(folders, lists) == []
+
+
+def test_another_teacher_of_the_same_name_is_refused(run, tmp_path):
+    teacher = shutil.copy(run.checkpoint, tmp_path / "teacher.pth")
+    argv = ["--teacher", teacher, "--output-dir", tmp_path / "taught", "--resume", "auto", "--epochs"]
+    run.start(*argv, 1).check()
+    shutil.copy(tmp_path / "taught" / "checkpoint.pth", teacher)
+    refused(run.start(*argv, 2), "the file of --teacher has another content", "--allow-change code")
+
+
+def test_a_line_of_hashes_tells_two_machines_apart(run, tmp_path):
+    """Hashes of data, options and first weights: each changes with its own kind of difference alone."""
+    kept = shutil.copytree(run.images, tmp_path / "copy")
+
+    def hashes(*argv, images=kept, **options):
+        argv = ["--epochs", 1, "--output-dir", tmp_path / "new", "--overwrite", *argv]
+        (line,) = lines_of(Run(images, run.out).start(*argv, **options).check(), "hashes: ")
+        found = re.fullmatch(r"hashes: data (\w{8}), options (\w{8}), first weights (\w{8})", line).groups()
+        assert tuple(json.loads((tmp_path / "new" / "run.json").read_bytes())["hashes"].values()) == found
+        return found
+
+    first = hashes()
+    assert tuple(json.loads((run.out / "run.json").read_bytes())["hashes"].values()) == first
+    for same in (
+        hashes("--workers", 1, "--print-freq", 1, world_size=2),
+        hashes("--resume", run.checkpoint),
+    ):
+        assert same == first
+    for split in ("train", "val"):
+        pack(kept / f"{split}.tar", files_of(kept / split))
+        shutil.rmtree(kept / split)
+    assert hashes() == first
+    shutil.copytree(run.images, tmp_path / "other")
+    (tmp_path / "other" / "val" / "class0" / "image000.jpg").write_bytes(FILES["PNG"])
+    for changed, other in {
+        (False, True, False): hashes("--lr", 0.3),
+        (False, True, True): hashes("--seed", 1),
+        (False, False, True): hashes("--weights", run.checkpoint),
+        (True, False, False): hashes(images=tmp_path / "other"),
+    }.items():
+        assert tuple(a != b for a, b in zip(first, other, strict=True)) == changed
+    lines = [lines_of(run.evaluate("--weights", run.checkpoint).check(), "hashes: ") for _ in range(2)]
+    assert lines[0] == lines[1]

@@ -185,12 +185,16 @@ def test_other_data_is_refused_and_other_names_are_on_request(capsys):
         ({"form": "folder", "sizes": None}, {"times": "other"}, "free"),
         ({}, {"form": "class tars", "sizes": "other", "times": "other"}, "free"),
         ({"checksums": "c"}, {}, "free"),
+        # Of three sizes one may be that of a file put in the place of a damaged one.
+        ({"sample": "0:7 1:8 2:9"}, {"form": "folder", "sample": "0:7 1:5 2:9"}, "free"),
+        ({"sample": "0:7 1:8 2:9"}, {"form": "folder", "sample": "0:7 1:5 2:5"}, "refused"),
+        ({"sample": "0:7 1:8 2:9"}, {"sample": ""}, "free"),
     ],
 )
 def test_sizes_are_compared_within_a_form_and_times_within_a_path(there, here, outcome, capsys):
     sets = [(Images(9, "aa"), Images(4, "vv", **place)) for place in (there, here)]
     if outcome == "refused":
-        with pytest.raises(UserError, match=r"cannot resume .*: data of val: (sizes|checksums) "):
+        with pytest.raises(UserError, match=r"cannot resume .*: data of val: (sizes|checksums|most of 3 images) "):
             check_data(*sets)
     else:
         check_data(*sets)

@@ -167,7 +167,9 @@ def test_every_format_gives_image_folders_images(folder, tmp_path, new_format, w
     lines = "".join(f"{name} {label}\n" for name, label in expected)
     assert found.fingerprint() == hashlib.sha256(lines.encode()).hexdigest()[:16]
     assert found.identity()["path"] == str(tmp_path / "train")
-    assert found.identity().keys() == {"form", "path", "sizes", "times", "checksums"}
+    assert found.identity().keys() == {"form", "path", "sizes", "times", "checksums", "sample"}
+    sample = " ".join(f"{number}:{len(content)}" for number, content in enumerate(contents))
+    assert found.identity()["sample"] == (None if write is write_list else sample)  # which is no form of ours
     assert "is used, and not" not in capsys.readouterr().out
 
 
@@ -182,7 +184,8 @@ def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
 def test_made_up_images_have_words_for_a_fingerprint():
     images = data.SyntheticImages(130, 8, 10).index
     assert images.fingerprint() == "synthetic-130-10"
-    assert images.identity() == {"form": "synthetic", "path": "", "sizes": None, "times": None, "checksums": None}
+    nothing = dict.fromkeys(["sizes", "times", "checksums", "sample"])
+    assert images.identity() == {"form": "synthetic", "path": "", **nothing}
 
 
 def test_a_second_start_does_not_scan_and_leaves_the_split_alone(folder, monkeypatch):

@@ -70,7 +70,8 @@ def test_it_is_the_local_pack(server, packed, tmp_path):
         assert [ours.label(n) for n in numbers] == [local.label(n) for n in numbers]
         assert [ours.name(n) for n in numbers] == [local.name(n) for n in numbers]
         assert ours.fingerprint() == local.fingerprint()
-        same = ("form", "sizes", "checksums")
+        same = ("form", "sizes", "checksums", "sample")
+        assert ours.pack["px"] == local.pack["px"] == 40
         assert [ours.identity()[key] for key in same] == [local.identity()[key] for key in same]
         for _ in range(2):  # from the server, and from the cache
             assert [ours.read(n) for n in numbers] == local_bytes(packed, split)
