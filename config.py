@@ -176,10 +176,6 @@ def recipe_values(path: Path, recipe: dict[str, Any]) -> dict[str, Any]:
     for group in GROUPS:
         known = {key: option for option in OPTIONS[group] for key in option.keys}
         for key, value in recipe.get(group, {}).items():
-            if key in options.REMOVED:
-                if value != options.REMOVED[key]:
-                    raise UserError(f"recipe {path}: {key} in [{group}] was removed; leave it out")
-                continue
             if key not in known:
                 raise UserError(f"recipe {path}: unknown option {key} in [{group}]{did_you_mean(key, known)}")
             with in_one_line(f"recipe {path}"):

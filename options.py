@@ -541,18 +541,6 @@ def defaults() -> dict[str, Any]:
     return {name: option.default for name, option in BY_NAME.items()}
 
 
-# Options of earlier versions and their defaults there: recipes that those versions wrote hold them all, and checkpoints
-# too. The first set has those that change no number of a run.
-FREE_REMOVED = {
-    "worker-type": "process", "train-split": "train", "val-split": "val", "val-path": None, "early-stop": None,
-    "prefetch-factor": 2, "keep-every": None, "log-to": None, "profile": None,
-}  # fmt: skip
-REMOVED = FREE_REMOVED | {
-    "limit-train-images": None, "limit-val-images": None, "eval-batch-size": None, "decode-device": "cpu",
-    "mixup-prob": 1.0, "mixup-switch-prob": 0.5, "mixup-off-epoch": None, "grad-compression": "none",
-    "distillation-temperature": 3.0, "decoder": "pillow", "bad-images": "error",
-}  # fmt: skip
-
 # The end of every message that refuses code which a file names.
 WHY_TYPED = "which is code and is run only where the command line names it: give --model FILE.py:FUNCTION"
 

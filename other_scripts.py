@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from distributed.launch import read_launch
 from errors import UserError, did_you_mean, find_timm_config
-from options import BY_NAME, REMOVED, defaults
+from options import BY_NAME, defaults
 
 
 class OtherFlag(NamedTuple):
@@ -165,8 +165,6 @@ class OtherCommand:
 
     def _translate(self, flag: str, values: list[str]) -> str:
         """Add the words for here of a flag of another script; return what becomes of it, with a remark."""
-        if (name := flag.removeprefix("--")) in REMOVED:
-            return "was removed" + ("" if REMOVED[name] is None else f" (it is always {REMOVED[name]} now)")
         row = self.table.get(flag)
         if row is None and not flag.startswith("-") and not {"--data-path", "--data-dir"} & self.given.keys():
             row = OtherFlag([], "", f"--data-path {shlex.quote(flag)}", "") if "data_path" not in self.options else None

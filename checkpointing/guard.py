@@ -19,7 +19,7 @@ from PIL import features
 from custom.code import OWN
 from distributed import collectives
 from errors import UserError, one_line
-from options import BY_NAME, FREE, FREE_REMOVED, REMOVED, SCHEDULES, SILENT, is_filled_in, is_same_model, parse_allowed
+from options import BY_NAME, FREE, SCHEDULES, SILENT, is_filled_in, is_same_model, parse_allowed
 
 # Set by the script, not by the user.
 _DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted"}
@@ -120,13 +120,6 @@ def check_options(state: dict, args: Any) -> None:
     Raises:
         UserError: a difference changes numbers, and `--allow-change` does not name it.
     """
-    for name, value in REMOVED.items():
-        known = state["args"].get(name.replace("-", "_"), value)
-        if known != value and name not in FREE_REMOVED:
-            raise UserError(
-                f"cannot resume (--resume {args.resume}): the run has --{name} {known}, an option that was removed; "
-                "resume it with the version that wrote it, or start from its weights: --weights"
-            )
     there, here = state["environment"], describe_environment(args)
     is_deterministic = args.use_deterministic_algorithms
     differing = _differing_options(state["args"], args)

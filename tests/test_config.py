@@ -1,7 +1,6 @@
 """Options and recipes: torchvision's flags and defaults, and errors of one line that say what was meant."""
 
 import contextlib
-import re
 import shlex
 import tomllib
 
@@ -346,12 +345,3 @@ def test_an_option_that_torchvision_lacks_is_refused_without_the_one_it_needs(re
         assert refusal(*DATA, *given).startswith(f"{given[0]} has no effect without {needed}")
     # A recipe may hold it, for the option to be switched off beside it.
     assert config.parse_args([*recipe('[precision]\namp = true\namp-dtype = "bfloat16"\n'), *DATA, "--no-amp"])
-
-
-def test_an_option_that_was_removed_is_named_as_such(recipe):
-    for argv in [["--mixup-prob", "0.8"], ["--decode-device=cuda"]]:
-        assert re.search(r": --[a-z-]+ (0\.8|cuda) was removed \(it is always (1\.0|cpu) now\); for", refusal(*argv))
-    # As a run of an earlier version wrote it.
-    assert parse(*recipe('[data]\nworker-type = "process"\ndecode-device = "cpu"\n'))
-    text = refusal(*DATA, *recipe('[data]\ndecode-device = "cuda"\n'))
-    assert text.endswith("decode-device in [data] was removed; leave it out")

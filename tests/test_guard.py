@@ -62,20 +62,6 @@ def test_an_option_younger_than_the_checkpoint_is_refused_where_it_is_used():
         guard.check_options(state, parse("--resume", "auto", "--mixup-alpha", 0.2))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "is_refused"),
-    [("decode_device", "cpu", False), ("decoder", "torchcodec", True), ("early_stop", 3, False)],
-)
-def test_a_removed_option_is_refused_where_the_run_computed_other_numbers_with_it(name, value, is_refused):
-    state = state_of(parse())
-    state["args"][name] = value
-    if is_refused:
-        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} {value}, an option that was removed"):
-            guard.check_options(state, parse())
-    else:
-        guard.check_options(state, parse())
-
-
 LINEAR = ["--recipe", "resnet50-v2", "--lr-scaling", "linear"]
 # The checkpoint's options, ours, the environment of the checkpoint, and what one line names.
 REFUSED = {

@@ -338,7 +338,7 @@ DOORS = {
     ),
     "own model": own("model", "model", ("--model {}/mine.py:modell", "model"), elsewhere={"agree": NOT_READ}),
     "own optimizer with state and draws": own("opt", "noisy", ("--opt {}/mine.py:noise", "noisy")),
-    "own loss with numbers": own("criterion", "weighted", ("--criterion {}/mine.py:centred", "of a loss are not trained")),
+    "own loss with numbers": own("criterion", "weighted", ("--criterion {}/mine.py:centred", "are not trained")),
     "own loss with draws": own("criterion", "drawn", ("--criterion {}/mine.py:sure", "sure")),
     "own metric": own("metrics", "sure", ("--metrics {}/mine.py:falling", "falling")),
     "own schedule": own("lr-scheduler", "falling", ("--lr-scheduler {}/mine.py:sure", "sure")),
