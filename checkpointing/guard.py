@@ -19,7 +19,7 @@ from errors import UserError, one_line
 from options import BY_NAME, FREE, FREE_REMOVED, REMOVED, SCHEDULES, SILENT, is_filled_in, is_same_model, parse_allowed
 
 # Set by the script, not by the user.
-_DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted"}
+_DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted", "typed"}
 
 
 def describe_data(train: Any, val: Any) -> dict:
