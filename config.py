@@ -320,6 +320,7 @@ def resolve(
         "std": list(values["std"] or fit_statistics(IMAGENET_STD, values["in_chans"])),
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
         "best_metric": "map" if values["multi_label"] and "best_metric" not in names else values["best_metric"],
+        "typed": sorted(typed),
         # Code runs only from a file that the command line names: see `custom.code.load_function`.
         "trusted": [text for name, text in own if name in typed],
         "code": hash_code([*own, *weights]),
@@ -376,9 +377,37 @@ def on_machine(args: Record) -> tuple[Record, list[str]]:
         "distributed": launch.is_launched,
         "gpu": collectives.choose_gpu(launch, device),
     }
-    if args.amp and device == "cpu" and args.amp_dtype != "bfloat16":
-        lines.append("--amp computes in float16, in which a CPU is slow; see --amp-dtype bfloat16")
-    return args.replaced(**changes), lines + remarks(args)
+    lines, args = lines + remarks(args), args.replaced(**changes)
+    is_as_asked = args.amp and ({"amp", "amp_dtype"} & {*args.typed} or "amp" not in args.given)
+    if (slow := slow_type(args)) and is_as_asked:
+        lines.append(f"--amp: {slow}")
+    elif slow:
+        lines.append(f"--amp-dtype float32: {slow}; to do so all the same, type --amp --amp-dtype bfloat16")
+        args = args.replaced(amp_dtype="float32")
+    if args.amp and device == "cpu" and args.amp_dtype in (None, "float16"):
+        lines.append("--amp computes in float16, in which a CPU is slow; see --amp-dtype")
+    return args, lines
+
+
+def slow_type(args: Record) -> str:
+    """Say that a run computes in bfloat16, as timm's Muon does by itself, on a CPU that is slow in it; else empty."""
+    from distributed import collectives  # not above: help need not wait for torch
+
+    is_muon = args.opt.startswith("timm/") and args.opt.endswith("muon") and not args.test_only
+    is_used = (args.amp and args.amp_dtype == "bfloat16") or (is_muon and args.amp_dtype != "float32")
+    if not is_used or not (args.device or "").startswith("cpu") or collectives.has_fast_bfloat16():
+        return ""
+    return "this processor has no instructions for bfloat16, and computes in it 2 to 12 times as slowly as in float32"
+
+
+def keep_type(args: Record, trained: dict) -> Record:
+    """Return options with the checkpoint's `--amp-dtype` where a processor chose it or ours, and say so."""
+    ours, theirs = args.amp_dtype, trained.get("amp_dtype")
+    is_chosen = "float32" in (ours, theirs) and ours != theirs and "amp_dtype" not in args.typed
+    if is_chosen and BY_NAME["amp_dtype"].is_value(theirs):
+        args = args.replaced(amp_dtype=theirs)
+        print("; ".join([f"--amp-dtype {theirs or 'bfloat16'}: as in the checkpoint", slow_type(args)]).rstrip("; "))
+    return args
 
 
 def remarks(args: Record) -> list[str]:
@@ -400,7 +429,7 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
         lines.append(f"the loss is the usual one: --criterion {trained['criterion']} of the checkpoint is not given")
     if trained.get("decoder") == "torchcodec":
         lines.append("the checkpoint's run decoded with TorchCodec; Pillow's pixels may differ by a grey level")
-    return args, lines
+    return args, [*lines, *filter(None, [slow_type(args)])]
 
 
 def _take(args: Record, trained: dict, names: Sequence[str]) -> tuple[Record, list[str]]:

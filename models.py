@@ -511,12 +511,13 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
 
 def autocast(args: Any, device: torch.device) -> torch.amp.autocast:
     """Return a reusable context that computes in `--amp-dtype` under `--amp`, and has no effect otherwise."""
-    return torch.amp.autocast(device.type, dtype=getattr(torch, args.amp_dtype or "float16"), enabled=args.amp)
+    dtype = getattr(torch, args.amp_dtype or "float16")
+    return torch.amp.autocast(device.type, dtype=dtype, enabled=args.amp and dtype != torch.float32)
 
 
 def build_scaler(args: Any, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaler, without which float16 gradients vanish; disabled for bfloat16 and without `--amp`."""
-    return torch.amp.GradScaler(device.type, enabled=args.amp and args.amp_dtype != "bfloat16")
+    """Return the loss scaler, without which float16 gradients vanish; disabled for other types and without `--amp`."""
+    return torch.amp.GradScaler(device.type, enabled=args.amp and args.amp_dtype in (None, "float16"))
 
 
 class FlipAverage(nn.Module):

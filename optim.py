@@ -199,6 +199,8 @@ def find_optimizer(args: Any) -> OptimizerEntry:
         return OPTIMIZERS[args.opt]
     optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
     name = args.opt.removeprefix("timm/")
+    if name.endswith("muon"):
+        set_muon_type(torch.float32 if args.amp_dtype == "float32" else torch.bfloat16)
     if name not in optimizers.list_optimizers():
         hint = did_you_mean(name, optimizers.list_optimizers(), prefix="timm/")
         raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
@@ -206,6 +208,12 @@ def find_optimizer(args: Any) -> OptimizerEntry:
     takes = {"momentum": facts.has_momentum, "opt_betas": facts.has_betas, "opt_eps": facts.has_eps}
     build = partial(optimizers.create_optimizer_v2, opt=facts.name)
     return OptimizerEntry(build, tuple(option for option, is_taken in takes.items() if is_taken))
+
+
+def set_muon_type(dtype: torch.dtype) -> None:
+    """Set the type in which timm's Muon orthogonalises: its optimizers have no option for this argument."""
+    muon = importlib.import_module("timm.optim.muon")
+    muon.zeropower_via_newtonschulz = partial(muon.zeropower_via_newtonschulz, dtype=dtype)  # replaces an earlier one
 
 
 def zero_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -464,9 +464,10 @@ OPTIONS = {
     "precision": [
         Option("--amp", default=False, is_of_checkpoint=True,
                help="automatic mixed precision, in training and evaluation"),
-        Option("--amp-dtype", choices=["bfloat16", "float16"], is_of_checkpoint=True, needs="amp", is_strict=True,
-               help="type that --amp computes in; float16 needs the loss to be scaled, bfloat16 does not (default: "
-                    "float16)"),
+        Option("--amp-dtype", choices=["bfloat16", "float16", "float32"], is_of_checkpoint=True, needs="amp",
+               is_strict=True,
+               help="type that --amp computes in; float16 needs the loss to be scaled, bfloat16 does not; float32 is "
+                    "for timm's Muon too, as on a CPU that is slow in a recipe's bfloat16 (default: float16)"),
         Option("--tf32", type=bool, is_of_checkpoint=True,
                help="round inputs of float32 matrix products and convolutions to TF32 on NVIDIA GPUs, which is faster "
                     "(default: convolutions only, as in torch)"),

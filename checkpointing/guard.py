@@ -22,7 +22,7 @@ from errors import UserError, one_line
 from options import BY_NAME, FREE, SCHEDULES, SILENT, is_filled_in, is_same_model, parse_allowed
 
 # Set by the script, not by the user.
-_DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted"}
+_DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted", "typed"}
 
 
 def describe_data(train: Any | None, val: Any) -> dict:

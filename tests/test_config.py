@@ -223,7 +223,7 @@ def test_what_a_recipe_may_not_say(recipe, text, message):
 
 
 # Where and how a run was started is no part of what it computes.
-NOT_COMPUTED = "recipe given output_dir overwrite resume start_epoch world_size dist_url".split()
+NOT_COMPUTED = "recipe given output_dir overwrite resume start_epoch world_size dist_url typed".split()
 
 
 def computed(args):
@@ -281,7 +281,7 @@ def test_the_table_names_what_torch_and_torchvision_have():
     assert {policy.value for policy in AutoAugmentPolicy} < set(options.POLICIES)
     assert set(options.COMPILE_MODES) <= set(torch._inductor.list_mode_options())
     types = {getattr(torch, name) for name in options.BY_NAME["amp_dtype"].choices}
-    assert types == {torch.bfloat16, torch.float16}
+    assert types == {torch.bfloat16, torch.float16, torch.float32}
 
 
 def test_an_option_is_one_entry(monkeypatch, capsys, tmp_path):

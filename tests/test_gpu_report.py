@@ -11,10 +11,11 @@ from scripts import gpu_report, tool
 from scripts.gpu_report import Row
 from tests.exports import refused
 from tests.ranks import module_rank, run_ranks, tool_rank
+from tests.started import PLAIN
 
 
 def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path):
-    argv = ["--device", "cpu", "--model", "resnet18", "--crop", 32, "--batch-size", 2, "--steps", 20]
+    argv = ["--device", "cpu", "--model", PLAIN, "--crop", 32, "--batch-size", 2, "--steps", 20]
     argv += ["--json", tmp_path / "report.json"]
     page = tool.ROOT / "docs" / "performance.md"
     before = page.read_text()

@@ -1,6 +1,10 @@
 """The step: its precision and speed options change no number beyond their rounding, and no step reads a tensor."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -20,10 +24,13 @@ import models
 import optim
 import train
 from errors import UserError
+from monitoring.monitor import read_records
 from run import BareRun, Run
 from sampler import TrainSampler, VirtualShards
 from tests.endings import differing
+from tests.ranks import run_ranks, torchrun_environment, train_rank
 from tests.runs import FLAG, Runs, assert_same, run_of
+from tests.started import SMALL_PLAIN, run_train
 from tests.tiny import Tiny
 
 CPU = torch.device("cpu")
@@ -119,16 +126,91 @@ def test_a_step_and_20_losses_are_those_of_plain_float32(argv, step_tolerance, c
 
 
 def test_amp_computes_in_its_own_type_and_scales_the_loss_in_float16_only():
-    types = []
+    types, kinds = [], (torch.float32, torch.float16, torch.float16, torch.bfloat16, torch.float32)
     model = nn.Linear(3, 5)
     model.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
     loader = [(torch.randn(2, 3), torch.zeros(2, dtype=torch.int64))]
-    for argv in ["", "--amp", "--amp --amp-dtype float16", "--amp --amp-dtype bfloat16"]:
+    for argv in ["", "--amp", "--amp --amp-dtype float16", "--amp --amp-dtype bfloat16",
+                 "--amp --amp-dtype float32"]:  # fmt: skip
         args = options(*argv.split())
         train.evaluate_all(args, model, None, nn.CrossEntropyLoss(), {"val": loader}, CPU)
         train.train_one_epoch(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), loader, CPU, 0, args)
         assert models.build_scaler(args, CPU).is_enabled() == (types[-1] == torch.float16)
-    assert types == [kind for kind in (torch.float32, torch.float16, torch.float16, torch.bfloat16) for _ in range(2)]
+    assert types == [kind for kind in kinds for _ in range(2)]
+
+
+def test_muon_iterates_in_float32_if_the_run_computes_in_it():
+    torch.manual_seed(0)
+    start, gradient = torch.randn(8, 16), torch.randn(8, 16)
+    expected = gradient / gradient.norm()
+    for a, b, c in [(4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+                    (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)]:  # fmt: skip
+        product = expected @ expected.mT
+        expected = a * expected + (b * product + c * product @ product) @ expected
+    for argv, is_exact in [("--amp --amp-dtype float32", True), ("--amp --amp-dtype bfloat16", False), ("", False)]:
+        args = options("--opt", "timm/muon", "--weight-decay", "0", *argv.split())
+        parameter = nn.Parameter(start.clone())
+        parameter.grad = gradient.clone()
+        optim.build_optimizer(args, [{"params": [parameter]}]).step()
+        direction = (start - parameter.detach()) / (0.005 * 0.2 * 16**0.5)
+        assert ((direction - expected).norm() < 1e-4) == is_exact
+
+
+LIKE_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # oneDNN reads it, which torch asks whether it has kernels for bfloat16
+
+
+def test_without_instructions_for_bfloat16_only_a_typed_one_is_done():
+    commands = {
+        "--recipe imagenette": ["float32", "--amp-dtype float32: this processor has no instructions"],
+        "--recipe imagenette --no-amp": ["float32", "--amp-dtype float32: this processor has no instructions"],
+        "--opt timm/muon": ["float32", "--amp-dtype float32: this processor has no instructions"],
+        "--recipe imagenette --amp": ["bfloat16", "--amp: this processor has no instructions"],
+        "--amp --amp-dtype bfloat16": ["bfloat16", "--amp: this processor has no instructions"],
+        "--recipe digits": [None],
+    }
+    code = f"import config, json\nfor argv in {list(commands)}:\n"
+    code += " args, lines = config.on_machine(config.parse_args(f'{argv} --synthetic 64 --device cpu'.split()))\n"
+    code += " print(json.dumps([args.amp_dtype] + [line for line in lines if 'bfloat16' in line]))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | LIKE_AVX2, capture_output=True, text=True, check=True)
+    for line, (argv, expected) in zip(done.stdout.splitlines(), commands.items(), strict=True):
+        dtype, *lines = json.loads(line)
+        assert [dtype, *(words[: len(expected[-1])] for words in lines)] == expected, argv
+
+
+def rank_like_avx2(arguments):
+    os.environ.update(LIKE_AVX2)
+    train_rank(arguments, [])
+
+
+def test_all_ranks_and_a_resumed_run_keep_the_type_of_the_first_rank(tmp_path):
+    recipe = tmp_path / "fast.toml"
+    recipe.write_text('title = "fast"\n[precision]\namp = true\namp-dtype = "bfloat16"\n')
+    argv = [*SMALL_PLAIN, "--synthetic", "16", "--batch-size", "4", "--lr", "0.01", "--print-freq", "1"]
+
+    def types_of(name):
+        described = json.loads((tmp_path / name / "run.json").read_text())["args"]
+        losses = [record["loss"] for record in read_records(tmp_path / name) if record["kind"] == "train"]
+        return described["amp_dtype"], losses
+
+    def ranks(rank, world_size, port):
+        return torchrun_environment(rank, world_size, port) | (LIKE_AVX2 if rank == 0 else {})
+
+    mixed = [*argv, "--recipe", recipe, "--epochs", "1", "--output-dir", tmp_path / "mixed"]
+    run_ranks(train_rank, 2, [*map(str, mixed)], [], log_folder=tmp_path, launcher=ranks).check()
+    run_train(tmp_path, *argv, "--epochs", 1, "--output-dir", tmp_path / "plain", world_size=2).check()
+    assert types_of("mixed") == ("float32", pytest.approx(types_of("plain")[1], rel=1e-5))
+    run_train(tmp_path, *mixed, "--epochs", 2, "--resume", "auto", world_size=2).check()
+    assert types_of("mixed")[0] == "float32"
+
+    typed = [*argv, "--recipe", recipe, "--output-dir", tmp_path / "typed"]
+    run_train(tmp_path, *typed, "--epochs", 1, "--amp-dtype", "bfloat16").check()
+    again = [*map(str, [*typed, "--epochs", 2, "--resume", "auto"])]
+    done = run_ranks(rank_like_avx2, 1, again, log_folder=tmp_path).check()
+    assert "--amp-dtype bfloat16: as in the checkpoint; this processor has no instructions" in done.output
+    assert types_of("typed")[0] == "bfloat16"
+    scored = [*argv, "--test-only", "--resume", str(tmp_path / "typed" / "checkpoint.pth")]
+    assert "this processor has no" in run_ranks(rank_like_avx2, 1, scored, log_folder=tmp_path).check().output
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
