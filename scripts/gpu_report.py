@@ -21,6 +21,7 @@ import torch
 from checkpointing.archive import load_checkpoint
 from checkpointing.guard import describe_environment, describe_processor
 from config import find_device
+from distributed.collectives import count_cores
 from errors import UserError, counted
 from monitoring.monitor import read_records
 from scripts import tool
@@ -81,7 +82,10 @@ def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]
     model = f"--model {options.model} --batch-size {options.batch_size} --device {options.device} {crop}"
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}" if num_gpus > 1 else ""
     yield Row("tests of `-m gpu`", [f"-m pytest -q -m gpu --junitxml {there}/tests.xml"], read_tests)
-    step = f"-m scripts.benchmark step --rounds 5 --steps {lines} --json {there}/step.json {model}"
+    # With --workers 0 a compiled step waits for the loop to load: 0.61 of the bare one on an H200, and 0.92 with workers.
+    workers = min(count_cores() // ranks, 16) if num_gpus else 0
+    step = f"-m scripts.benchmark step --rounds 5 --steps {2 * lines} --workers {workers}"
+    step += f" --json {there}/step.json {model}"
     for precision in PRECISIONS if num_gpus else PRECISIONS[:1]:
         yield Row(f"step, {precision or 'float32'}", [f"{step} {precision}"], read_step)
     if launcher:
