@@ -82,7 +82,7 @@ def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]
     model = f"--model {options.model} --batch-size {options.batch_size} --device {options.device} {crop}"
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}" if num_gpus > 1 else ""
     yield Row("tests of `-m gpu`", [f"-m pytest -q -m gpu --junitxml {there}/tests.xml"], read_tests)
-    # With --workers 0 a compiled step waits for the loop to load: 0.61 of the bare one on an H200, and 0.92 with workers.
+    # With --workers 0 a compiled step waits for the loop to load: 0.61 of the bare one on an H200; 0.92 with workers.
     workers = min(count_cores() // ranks, 16) if num_gpus else 0
     step = f"-m scripts.benchmark step --rounds 5 --steps {2 * lines} --workers {workers}"
     step += f" --json {there}/step.json {model}"
