@@ -22,7 +22,7 @@ from loading.decode import ImageFile, decode_plainly
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from tests.exports import run_tool
 from tests.images import FILES, encoded, picture, write_images
-from tests.runs import FLAG, Runs, assert_same
+from tests.runs import FLAG, Runs
 from tests.started import SMALL, refused, run_train
 from tests.test_modes import FOUR, GREY, GREY16, PALETTE, ROWS, png
 
@@ -126,15 +126,6 @@ def runs(image_folder, tmp_path_factory):
     runs = Runs(image_folder, tmp_path_factory.mktemp("grey"), [*SMALL, *options])
     runs.run("undisturbed", 2, FLAG).check()
     return runs
-
-
-def test_same_bits_on_one_process_and_when_killed_and_resumed(runs):
-    runs.run("one", 1, FLAG).check()
-    assert_same(runs, "one")
-    assert runs.run("killed", 2, FLAG, faults=[(0, "torch.optim.SGD.step", 4, "after")]).codes[0] == -9
-    refused(runs.run("killed", 1, FLAG, "--resume", "auto", "--in-chans", 4), "in-chans 1 in the checkpoint, 4 now")
-    runs.run("killed", 1, FLAG, "--resume", "auto").check()
-    assert_same(runs, "killed")
 
 
 def test_evaluation_and_tools_take_the_channels_from_the_checkpoint(runs, tmp_path):

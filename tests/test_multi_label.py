@@ -17,10 +17,8 @@ import data
 import metrics
 from errors import UserError
 from loading.forms import open_source
-from tests.endings import read_metrics
 from tests.exports import run_tool
 from tests.started import refused, run_train
-from tests.test_resume import check_same_weights
 
 CLASSES = ["bird", "cat", "dog", "fish"]
 
@@ -123,26 +121,6 @@ def test_labels_that_cannot_be_told_apart_are_refused(labelled, tmp_path, label,
     (tmp_path / "train.jsonl").write_text(json.dumps({"path": "photos/1.png", "label": label}))
     with pytest.raises(UserError, match="line 1: .*" + re.escape(words)):
         open_source(tmp_path / "train", ",")
-
-
-def test_killed_and_resumed_and_on_two_processes_it_has_the_same_bits(started, labelled, tmp_path):
-    argv = [*started.argv, "--data-path", labelled, "--multi-label", "--bce-loss", "--class-weights", "balanced"]
-    argv += ["--global-batch-size", 16, "--epochs", 2, "--mixup-alpha", "0.2", "--cutmix-alpha", "1"]
-    one = run_train(tmp_path, *argv, "--output-dir", tmp_path / "one").check()
-    killed = [*argv, "--output-dir", tmp_path / "killed"]
-    kill = [(0, "torch.optim.SGD.step", 4, "before")]
-    assert run_train(tmp_path, *killed, world_size=2, faults=kill).codes != [0, 0]
-    run_train(tmp_path, *killed, "--resume", "auto", world_size=2).check()
-    found, _ = check_same_weights(tmp_path / "killed", tmp_path / "one", "model", "optimizer", "best")
-    assert found["best"]["metric"] == "val/map"
-    ours, theirs = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("killed", "one"))
-    assert ours == theirs
-    line = next(line for line in one.output.splitlines() if line.startswith("Test: loss"))
-    assert line.endswith(" n=20")
-    assert "Acc@1" not in one.output
-    again = ["--test-only", "--resume", tmp_path / "one" / "checkpoint.pth", "--data-path", labelled, "--device", "cpu"]
-    last = [line for line in one.output.splitlines() if line.startswith("Test: loss")][-1]
-    assert last in run_train(tmp_path, *again).check().output
 
 
 def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):

@@ -302,7 +302,8 @@ DOORS = {
         bad=("--data-path URL/nowhere", "there is no such object"),
     ),
     "several labels": Door(
-        "--multi-label --bce-loss", of_several_labels, change=(again, "data of"),
+        "--multi-label --bce-loss --class-weights balanced --mixup-alpha 0.2 --cutmix-alpha 1", of_several_labels,
+        change=(again, "data of"),
         bad=("--label-smoothing 0.1", "--label-smoothing"),
         elsewhere={
             "labels": "test_multi_label.py::test_batches_hold_zeros_and_ones_as_the_list_says",
@@ -314,10 +315,13 @@ DOORS = {
         bad=("--class-weights {}/none.csv", "no such file"),
     ),
     "balanced sampler": Door(
-        "--balanced-sampler", change=(option("--no-balanced-sampler"), "balanced-sampler"),
+        "--balanced-sampler --metrics balanced_acc f1 --best-metric balanced_acc",
+        change=(option("--no-balanced-sampler"), "balanced-sampler"),
         bad=("--ra-sampler", "--ra-sampler"),
     ),
-    "channels": Door("--in-chans 1", change=(option("--in-chans 4"), "in-chans"), bad=("--in-chans 2", "--in-chans")),
+    "channels": Door(
+        "--in-chans 1 --random-erase 0.3", change=(option("--in-chans 4"), "in-chans"), bad=("--in-chans 2", "--in-chans"),
+    ),
     "more sets": Door(
         "--eval-data more={}/more/val", prepare=more_images, change=(moved, "data of more"),
         bad=("--eval-data x={}/none", "none"),
