@@ -320,7 +320,8 @@ DOORS = {
         bad=("--ra-sampler", "--ra-sampler"),
     ),
     "channels": Door(
-        "--in-chans 1 --random-erase 0.3", change=(option("--in-chans 4"), "in-chans"), bad=("--in-chans 2", "--in-chans"),
+        "--in-chans 1 --random-erase 0.3", change=(option("--in-chans 4"), "in-chans"),
+        bad=("--in-chans 2", "--in-chans"),
     ),
     "more sets": Door(
         "--eval-data more={}/more/val", prepare=more_images, change=(moved, "data of more"),
