@@ -2,7 +2,9 @@
 
 import gzip
 import http.client
+import io
 import json
+import math
 import os
 import random
 import re
@@ -192,6 +194,34 @@ def _read_body(response: http.client.HTTPResponse, where: str, most: int) -> byt
     return b"".join(parts)
 
 
+class _TimelyReader(io.RawIOBase):
+    """Reads a socket's file until `end`, a time of the monotonic clock: its timeout is that of each read alone."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        self.raw, self.end = raw, time.monotonic() + _SILENCE_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int | None:
+        if time.monotonic() > self.end:
+            raise TimeoutError(f"the headers of an answer did not come in {_SILENCE_S:g} s")
+        return self.raw.readinto(buffer)
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer whose status and headers come in time, however many bytes or answers come before them."""
+
+    def begin(self) -> None:
+        self.fp = io.BufferedReader(reader := _TimelyReader(self.fp.detach()))
+        super().begin()
+        reader.end = math.inf  # `_read_body` has a bound of its own
+
+
 class _Connection:
     """A kept connection to a server, which belongs to a process."""
 
@@ -199,6 +229,7 @@ class _Connection:
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         more = {"context": ssl.create_default_context()} if url.scheme == "https" else {}
         self.pid, self.connection = os.getpid(), kind(url.hostname, url.port, timeout=_SILENCE_S, **more)
+        self.connection.response_class = _Response
 
     def getresponse_of(self, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         """Return the answer to a GET; a connection that the server has closed meanwhile is opened again."""

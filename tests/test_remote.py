@@ -8,8 +8,10 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from contextlib import suppress
@@ -516,3 +518,23 @@ def run_plainly(module, *argv):
     command = [sys.executable, "-m", module, *map(str, argv)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("line", [b"HTTP/1.1 100 Continue\r\n\r\n", b"H"])
+def test_headers_that_do_not_end_are_no_hang(tmp_path, line):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def dribble():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                    for _ in range(2000):
+                        connection.sendall(line)
+                        time.sleep(0.01)
+                except OSError:  # closed
+                    if listener.fileno() < 0:
+                        return
+
+        threading.Thread(target=dribble, daemon=True).start()
+        with pytest.raises(UserError, match="headers of an answer did not come in"):
+            remote.RemotePack(f"http://127.0.0.1:{listener.getsockname()[1]}", "train", str(tmp_path), timeout_s=0.5)
