@@ -124,6 +124,7 @@ def open_split(folder: str, args: Any) -> Source:
         if not isinstance(source, Source) or not len(source):
             raise UserError(f"it returned {source!r:.80} of {name}; expected a Source of images")
         _check_labels(source, args.multi_label)
+        source.fingerprint()  # whose names may be no text
     return warn_of_range(source)
 
 
