@@ -142,7 +142,7 @@ def _check_labels(source: Source, separator: str | None) -> None:
         raise UserError(f"a label is {bad[0]!r}; expected a whole number from 0 to {most - 1}")
     if not isinstance(getattr(source, "form", None), str):
         raise UserError("form: expected a name of this kind of data, for checkpoints and messages")
-    content, *_ = with_retries(lambda: source.read(0)), source.identity(), source.path(0)
+    content, *_ = with_retries(lambda: source.read(0)), {**source.identity()}, source.path(0)
     if not isinstance(content, bytes | bytearray):
         raise UserError(f"read returned {content!r:.80}; expected the bytes of an image's file")
 

@@ -225,6 +225,9 @@ def beyond(split):
 def surrogates(split):
     return Few(Path(split), name=lambda number: f"\\ud800{number}")
 
+def of_none(split):
+    return Few(Path(split), identity=lambda: None)
+
 def complex_loss():
     return lambda output, target: output.mean() * 1j
 
@@ -401,6 +404,7 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--opt {}:generators_later", "code of your own has raised GeneratorExit(); let it raise an Exception"),
     ("--criterion {}:complex_loss", "; expected the mean of a batch, a 0-d tensor with a gradient"),
     ("--data-path {}:surrogates", "surrogates not allowed"),
+    ("--data-path {}:of_none", "'NoneType' object is not a map"),
     ("--opt {}.hides.py:sgd", "cannot be run (line 1): OSError: x"),
     ("--opt {}.exits.py:sgd", "cannot be run (line 2): SystemExit: 0"),
     ("--metrics {}:mean", "batch_sums of a batch twice over are not twice its own"),
