@@ -121,8 +121,8 @@ def open_split(folder: str, args: Any) -> Source:
         return open_source(Path(folder), args.multi_label)
     with in_one_line(f"--data-path {args.data_path}"):
         source = load_function("data_path", args)(name)
-        if not isinstance(source, Source) or not len(source):
-            raise UserError(f"it returned {source!r:.80} of {name}; expected a Source of images")
+        if not isinstance(source, Source) or not 0 < len(source) < 1 << 31:
+            raise UserError(f"it returned {source!r:.80} of {name}; expected a Source of images, of fewer than 2**31")
         _check_labels(source, args.multi_label)
         source.fingerprint()  # whose names may be no text
     return warn_of_range(source)
