@@ -205,7 +205,8 @@ def _check_loss(criterion: Any, output: Tensor, target: Tensor) -> None:
     trial = copy.deepcopy(criterion)
     with in_one_line(f"targets of shape {tuple(target.shape)}"):
         loss, thrice = trial(output, target), trial(output.repeat(3, 1).requires_grad_(), torch.cat([target] * 3))
-    if not isinstance(loss, Tensor) or loss.ndim or not thrice.requires_grad or (loss and thrice.isclose(3 * loss)):
+    is_loss = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point() and thrice.requires_grad
+    if not is_loss or (loss and thrice.isclose(3 * loss)):
         found = f"{loss!r:.40}, and of three copies {thrice!r:.40}"
         raise UserError(f"the loss is {found}; expected the mean of a batch, a 0-d tensor with a gradient")
     if isinstance(criterion, nn.Module):

@@ -290,8 +290,8 @@ def cli(args=None):
     except PreemptedError as stop:
         print(f"{stop}; --resume auto continues")
     except BaseException as error:
-        if isinstance(error, SystemExit):  # not the parser's, whose work is done
-            error = UserError(f"code of your own has called sys.exit({error.code}); let it raise an error", exit_code=1)
+        if not isinstance(error, Exception | KeyboardInterrupt):  # not the parser's, whose work is done
+            error = UserError(f"code of your own has raised {error!r:.90}; let it raise an Exception", exit_code=1)
         end_by(collectives.report_end(error), read_launch())
     collectives.shut_down()
     end_process(0)

@@ -198,7 +198,7 @@ def average_weights(sources: Sequence[Any], read: Callable[[Any], Weights]) -> W
     """Return the first of the weights that `read` returns for each source, with the mean of all in their place.
 
     As in torchvision, means of integers are rounded down, and those of float16 are float32. KeyError if names or shapes
-    differ.
+    differ, UserError for numbers that are not finite, or integers or complex ones where others are real.
     """
     first, sums = None, {}
     for source in sources:
@@ -208,6 +208,9 @@ def average_weights(sources: Sequence[Any], read: Callable[[Any], Weights]) -> W
         if differing := sorted(name for name, _ in shapes ^ expected):
             raise KeyError(f"{source} holds other weights than {sources[0]}: {', '.join(differing[:3])}")
         for name, tensor in weights.items():
+            is_odd = tensor.is_complex() or tensor.is_quantized or tensor.is_meta
+            if is_odd or tensor.is_floating_point() != first[name].is_floating_point() or not tensor.isfinite().all():
+                raise UserError(f"{source}: {name} is {tensor.dtype}, or not finite, and has no mean; leave it out")
             sums[name] = sums.get(name, 0) + (tensor.double() if tensor.is_floating_point() else tensor.long())
     for name, tensor in first.items():
         mean = torch.div(sums[name], len(sources), rounding_mode=None if tensor.is_floating_point() else "floor")

@@ -93,12 +93,12 @@ def load_function(option: str, args: Any, value: str | None = None) -> Callable[
         raise UserError(f"{flag} {value}: there is no such file; give FILE.py:FUNCTION")
     try:
         module = _run_file(os.path.realpath(path))
+        function = getattr(module, name, None)
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == os.path.realpath(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error's own
         raise UserError(f"{flag} {path} cannot be run (line {line}): {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(f"{flag} {value}: {path} has no function {name}{did_you_mean(name, known)}")

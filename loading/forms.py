@@ -121,9 +121,10 @@ def open_split(folder: str, args: Any) -> Source:
         return open_source(Path(folder), args.multi_label)
     with in_one_line(f"--data-path {args.data_path}"):
         source = load_function("data_path", args)(name)
-        if not isinstance(source, Source) or not len(source):
-            raise UserError(f"it returned {source!r:.80} of {name}; expected a Source of images")
+        if not isinstance(source, Source) or not 0 < len(source) < 1 << 31:
+            raise UserError(f"it returned {source!r:.80} of {name}; expected a Source of images, of fewer than 2**31")
         _check_labels(source, args.multi_label)
+        source.fingerprint()  # whose names may be no text
     return warn_of_range(source)
 
 
@@ -141,7 +142,7 @@ def _check_labels(source: Source, separator: str | None) -> None:
         raise UserError(f"a label is {bad[0]!r}; expected a whole number from 0 to {most - 1}")
     if not isinstance(getattr(source, "form", None), str):
         raise UserError("form: expected a name of this kind of data, for checkpoints and messages")
-    content, *_ = with_retries(lambda: source.read(0)), source.identity(), source.path(0)
+    content, *_ = with_retries(lambda: source.read(0)), {**source.identity()}, source.path(0)
     if not isinstance(content, bytes | bytearray):
         raise UserError(f"read returned {content!r:.80}; expected the bytes of an image's file")
 

@@ -116,7 +116,7 @@ class ImageIndex(ArraySource):
     ) -> None:
         super().__init__(root, where)
         self.files = tuple(files)
-        self.class_list = class_list if class_list and class_list.is_file() else None
+        self.class_list = class_list if class_list and os.path.lexists(class_list) else None
         self.arrays = {}
 
     @abstractmethod
@@ -159,7 +159,10 @@ class ImageIndex(ArraySource):
         try:
             # A link is not followed: writing would replace it, too.
             with open_to_read(cache, follows_links=False) as stream, numpy.load(stream, allow_pickle=False) as file:
-                if file.zip.testzip():  # the CRC-32 of every array, which reading alone checks for whole ones only
+                # Uncompressed, so that no array is larger than the file; then the CRC-32 of every array, which reading
+                # alone checks for whole ones only.
+                num_bytes = sum(each.file_size for each in file.zip.infolist())
+                if num_bytes > os.fstat(stream.fileno()).st_size or file.zip.testzip():
                     return False
                 arrays = {name: file[name] for name in file.files}
             paths = [os.path.join(self.root.parent, decode(path)) for path in arrays["watched"]]

@@ -22,6 +22,9 @@ SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": None}
 # Values of the column `split`.
 SPLITS = ("train", "val")
 
+# More than any line of a list has.
+_MAX_LINE_BYTES = 1 << 24
+
 # How an image's name, class/file, was made from its path, as the sum of these: parts of the path that were cut off.
 _SPLIT, _CLASS, _ROOT = 1, 2, 4
 
@@ -43,7 +46,7 @@ class ListIndex(ImageIndex):
         """Return the lists of this split beside its folder, then those of all splits."""
         names = [root.name, *(["images"] if root.name in SPLITS else [])]
         paths = [root.parent / f"{name}{ending}" for name in names for ending in SEPARATORS]
-        return [cls(root, path, [path], root.parent / CLASSES) for path in paths if path.is_file()]
+        return [cls(root, path, [path], root.parent / CLASSES) for path in paths if os.path.lexists(path)]
 
     def path(self, number: int) -> str:
         """Return the path of an image."""
@@ -237,7 +240,9 @@ def check_class(where: str, name: str) -> None:
 def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line; UserError if they are not UTF-8."""
     with open_to_read(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
+            if len(line) == _MAX_LINE_BYTES:
+                raise UserError(f"{path}, line {number}: it has over {_MAX_LINE_BYTES:,} bytes; is it a list?")
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:

@@ -120,7 +120,7 @@ class TarIndex(ImageIndex):
 
 def _tars_in(folder: Path) -> list[Path]:
     tars = [folder / name for name in list_folder(folder) if name.endswith(".tar")]
-    return [tar for tar in tars if tar.is_file()]
+    return [tar for tar in tars if not tar.is_dir()]  # a link that leads nowhere is no shard less, and fails to open
 
 
 def _shards(name: str, tars: list[Path]) -> list[list[Path]]:

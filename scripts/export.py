@@ -66,6 +66,8 @@ class Export:
         size = trained.args.val_crop_size
         self.probe = torch.randn(3, trained.args.in_chans, size, size, generator=torch.Generator().manual_seed(0))
         self.expected = {number: logits_of(self.model, self.probe[:number]) for number in _PROBES}
+        if not self.expected[1].isfinite().all():
+            raise UserError(f"the scores of {options.checkpoint} are not finite: its weights are broken", exit_code=5)
         stream = io.BytesIO()
         torch.save(trained.model.state_dict(), stream)
         self.weights = stream.getvalue()

@@ -43,7 +43,7 @@ run is in its `record.json`. A number, and a range of seeds, is of one kind of p
 # An absolute path; what comes before its last part is this machine's.
 _PATH = re.compile(r"(?<![\w.~/-])/(?:[^\s/:;,'\"]+/)*(?=[^\s/])")
 # The result of an evaluation in a log: ours, and torchvision's. And what of the commands of one claim may differ.
-_RESULT = re.compile(r"Test: +Acc@1 (?P<acc1>[\d.]+)(?: Acc@5 (?P<acc5>[\d.]+))?(?:.* n=(?P<n>\d+))?$", flags=re.M)
+_RESULT = re.compile(r"Test: +Acc@1 (?P<acc1>[\d.]+)(?: Acc@5 (?P<acc5>[\d.]+))?(?:.{,999} n=(?P<n>\d+))?$", re.M)
 _SEED = re.compile(r"(seed[( ]+)(\d+)|--output-dir \S+")
 
 

@@ -136,7 +136,7 @@ def explain(error: BaseException) -> BaseException:
     """Return a one-line error for one of torch's or the system's that a user can act on, and any other unchanged."""
     if isinstance(error, RecursionError):
         return UserError("a file is nested too deeply to be read; it is damaged, or no file of a run")
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError | MemoryError):
         is_killed = "DataLoader worker (pid" in str(error)
         return loader_killed(str(error)) if is_killed else explain_limit(error) or error
     if isinstance(error, OSError) and error.filename is not None and error.errno in _WRONG_PATH:
@@ -200,7 +200,7 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str) -> Non
         sys.stdout.flush()
     except KeyboardInterrupt:
         exit_code, message = 130, when_interrupted
-    except (UserError, ImageError, OSError, RuntimeError) as error:
+    except (UserError, ImageError, OSError, RuntimeError, MemoryError) as error:
         known = explain(error)
         if isinstance(known, RuntimeError):
             raise

@@ -327,6 +327,8 @@ def test_mistakes_are_one_line(made, tmp_path):
         outcome, output = run_tool(tmp_path, "predict", source, *argv, "--json", code=code)
         assert words in refused(outcome, "predict", code), outcome.output
         assert output == ""
+    outcome, _ = run_tool(tmp_path, "export", tmp_path / "nan.pth", "--format", "weights", "--output", out, code=5)
+    assert "nan.pth are not finite: its weights are broken" in refused(outcome, "export", 5)
 
 
 def test_damaged_description_is_one_line(made, tmp_path):

@@ -222,6 +222,11 @@ def below(split):
 def beyond(split):
     return Few(Path(split), 1)
 
+def surrogates(split):
+    return Few(Path(split), name=lambda number: f"\\ud800{number}")
+
+complex_loss = lambda: lambda output, target: output.mean() * 1j
+
 def alike(split):
     return Few(Path(split), classes=["a", "a", "b"])
 
@@ -388,7 +393,10 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--metrics {}:named_images", "its curve images has a name that is taken"),
     ("--metrics {}:ones {}:twos", "its curve x has a name that is taken"),
     ("--metrics {}:two_sums", "batch_sums returns 2 sums, and its num_sums is 1; give num_sums"),
-    ("--criterion {}:exits_later", "code of your own has called sys.exit(0); let it raise an error"),
+    ("--criterion {}:exits_later", "code of your own has raised SystemExit(0); let it raise an Exception"),
+    ("--criterion {}:complex_loss", "; expected the mean of a batch, a 0-d tensor with a gradient"),
+    ("--data-path {}:surrogates", "surrogates not allowed"),
+    ("--opt {}.hides.py:sgd", "cannot be run (line 1): OSError: x"),
     ("--opt {}.exits.py:sgd", "cannot be run (line 2): SystemExit: 0"),
     ("--metrics {}:mean", "batch_sums of a batch twice over are not twice its own"),
     ("--criterion {}:summed", ", and of three copies tensor("),
@@ -416,6 +424,7 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
 ])  # fmt: skip
 def test_own_code_that_cannot_be_used_is_one_line(started, mine, tmp_path, own, words):
     mine.with_name("mine.py.exits.py").write_text("import sys\nsys.exit(0)\n")
+    mine.with_name("mine.py.hides.py").write_text("def __getattr__(name): raise OSError('x')\n")
     outcome = started.go_on(tmp_path, tmp_path / "out", *own.replace("{}", str(mine)).split())
     refused(outcome, words, code=1 if "later" in own else 2)
 

@@ -266,10 +266,12 @@ def test_a_damaged_foreign_or_hostile_cache_is_scanned_anew(folder, tmp_path, mo
         assert samples(open_source(folder)) == expected
         return len(done)
 
-    hostile, other = io.BytesIO(), io.BytesIO()
+    hostile, other, bomb = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    numpy.savez_compressed(bomb, zeros=numpy.zeros(1 << 20), **numpy.load(cache))
     numpy.savez(hostile, header=numpy.array([Hostile(tmp_path / "executed")], dtype=object))
     numpy.savez(other, header=numpy.zeros(3))
-    for content in [b"", b"garbage", good[: len(good) // 2], bytes(len(good)), hostile.getvalue(), other.getvalue()]:
+    packed = [each.getvalue() for each in (hostile, other, bomb)]
+    for content in [b"", b"garbage", good[: len(good) // 2], bytes(len(good)), *packed]:
         assert check(content) == 1
     assert not (tmp_path / "executed").exists()
     for place in range(0, len(good), 31):
@@ -279,6 +281,17 @@ def test_a_damaged_foreign_or_hostile_cache_is_scanned_anew(folder, tmp_path, mo
     assert check(good) == 0
     monkeypatch.setattr(index, "_FORMAT", "touchstone image index 0")
     assert check(good) == 1
+
+
+@pytest.mark.parametrize("name", ["train.csv", "classes.txt", "train-000002.tar", "train/b.tar"])
+def test_a_file_of_the_data_set_that_is_a_link_to_nowhere_is_no_file_less(folder, tmp_path, name):
+    data = tmp_path / "data"
+    (pack_classes if "/" in name else pack_shards)(folder, data)
+    (data / name).unlink(missing_ok=True)
+    (data / "train.csv").write_text(f"path,label\n{folder}/b/1.png,a\n") if name == "classes.txt" else None
+    (data / name).symlink_to("nowhere")
+    with pytest.raises(UserError, match=f"{name} cannot be read: No such file or directory"):
+        open_source(data / "train")
 
 
 def test_where_the_data_folder_cannot_be_written_every_start_scans(folder, monkeypatch, capsys):

@@ -170,6 +170,7 @@ def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(roo
     ("$ a\nTest: Acc@1 1.2.3", "1.2.3"), (f"$ a --seed {'9' * 5000}\nTest: Acc@1 5.0", "digits"),
     ("$ a\nTest: Acc@1 500", "0 to 100"), (f"$ a\nTest: Acc@1 {'9' * 400}", "inf"), ("claim |", "a table"),
     ("claim \n", "a table"), ("claim \x1b", "a table"), ("claim <img src=x>", "a table"),
+    ("$ a\n" + "Test: Acc@1 1 " * 60_000, "a line"),  # which took minutes
 ])  # fmt: skip
 def test_a_log_or_a_claim_that_no_row_can_show_leaves_no_record(root, tmp_path, committed, text, words):
     (tmp_path / "a.log").write_text("$ a\nTest: Acc@1 5.0" if text.startswith("claim") else text)

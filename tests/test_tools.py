@@ -209,13 +209,13 @@ def test_statistics_that_cannot_be_estimated(started, image_folder, tmp_path):
     plain = torchvision.models.squeezenet1_1(num_classes=3)
     torch.save({"model": plain.state_dict(), "args": {"model": "squeezenet1_1"}}, tmp_path / "plain.pth")
     bad = weights_in(started.out / "checkpoint.pth")
-    next(iter(bad.values())).fill_(float("nan"))
-    torch.save({"model": bad, "args": {"model": "timm/tiny_test", "val_crop_size": 32}}, tmp_path / "nan.pth")
+    next(iter(bad.values())).fill_(3e38)
+    torch.save({"model": bad, "args": {"model": "timm/tiny_test", "val_crop_size": 32}}, tmp_path / "huge.pth")
     checkpoint, output = started.out / "checkpoint.pth", tmp_path / "new.pth"
     command = ["--device", "cpu", "--output", output, "--reestimate-bn"]
     for argv, words in [
         ([tmp_path / "plain.pth", *command, image_folder], "squeezenet1_1 has no BatchNorm"),
-        ([tmp_path / "nan.pth", *command, image_folder], "its statistics are not finite"),
+        ([tmp_path / "huge.pth", *command, image_folder], "its statistics are not finite"),
         ([checkpoint, *command, image_folder, "--output", checkpoint], "a run's own checkpoints have such names"),
     ]:
         assert words in refused(run(tmp_path, "average", *argv), "average")

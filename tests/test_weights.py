@@ -216,6 +216,8 @@ def test_classes_without_names_are_in_the_order_of_the_script_or_refused(tmp_pat
     ({"model": {"weight": torch.zeros(2), "other": torch.zeros(1)}}, KeyError, "model.pth: half, other"),
     ({"model": {"weight": torch.zeros(3), "half": torch.ones(1)}}, KeyError, ": weight"),
     ({"state_dict": {}}, UserError, "no weights as `model`"), ({"model": Thing()}, UserError, "contains code"),
+    *(({"model": {"weight": odd, "half": torch.ones(1)}}, UserError, "other.pth: weight is .*, and has no mean")
+        for odd in (torch.full([2], torch.nan), torch.zeros(2) * 1j, torch.zeros(2).int(), torch.zeros(2).to("meta"))),
 ])  # fmt: skip
 def test_checkpoints_that_do_not_fit_are_not_averaged(tmp_path, content, error, words):
     torch.save({"model": {"weight": torch.zeros(2), "half": torch.ones(1).half()}}, tmp_path / "model.pth")
