@@ -68,8 +68,9 @@ def build_without_memory(args: Any, num_classes: int, weights: Mapping[str, Tens
         with _WeightsOnMeta(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # as is meant here
             return build_model(args, num_classes, weights)
-    except Exception:  # a user's mistake too, which this finds again
-        return build_model(args, num_classes, weights)
+    except Exception:  # a user's mistake too, which the next line finds again
+        pass
+    return build_model(args, num_classes, weights)
 
 
 def build_model(

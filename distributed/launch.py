@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from errors import UserError
+
 
 class Launch(NamedTuple):
     """This process among the others that its launcher started."""
@@ -33,16 +35,19 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
     Args:
         environ: the variables; by default those of this process.
         world_size: the number of processes where only RANK is set (`--world-size`).
+
+    Raises:
+        UserError: a variable is no number, or is missing.
     """
     environ = os.environ if environ is None else environ
     address = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
-    attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    on_node = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_STEP_TASKS_PER_NODE", "1")  # such as 8(x2)
+    attempt = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    on_node = "LOCAL_WORLD_SIZE" if environ.get("LOCAL_WORLD_SIZE") else "SLURM_STEP_TASKS_PER_NODE"
     launch = Launch(
-        num_local=int(re.match(r"\d+", on_node)[0]),
+        num_local=_number(environ, on_node, 1, at_least=1),
         is_torchrun="TORCHELASTIC_RUN_ID" in environ,
         attempt=attempt,
-        num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
+        num_nodes=_number(environ, "GROUP_WORLD_SIZE", 1, at_least=1),
         job=environ.get("SLURM_JOB_ID"),
     )
     if launch.is_torchrun:
@@ -50,16 +55,30 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
 
         launch = launch._replace(agent=f"{environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}")
     if "RANK" in environ:
-        rank = int(environ["RANK"])
-        size, local_rank = int(environ.get("WORLD_SIZE", world_size)), int(environ.get("LOCAL_RANK", rank))
+        rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", world_size, at_least=1)
+        local_rank = _number(environ, "LOCAL_RANK", rank)
     # A batch script has SLURM_PROCID too, though its other tasks were not started; only srun sets the step's variables.
-    elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        rank, size, local_rank = (int(environ[f"SLURM_{name}"]) for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
+    elif _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        names = ("PROCID", "STEP_NUM_TASKS", "LOCALID")
+        rank, size, local_rank = (_number(environ, f"SLURM_{name}") for name in names)
         if not address.get("MASTER_ADDR"):
             address = _slurm_address(environ) | {name: value for name, value in address.items() if value}
     else:
         return launch
+    _number(address, "MASTER_PORT", 0)
     return launch._replace(rank=rank, world_size=size, local_rank=local_rank, is_launched=True, address=address)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None, at_least: int = 0) -> int:
+    """Return the number that a variable holds, or that an entry of Slurm's such as 8(x2) begins with."""
+    text = environ.get(name, "missing" if default is None else str(default))
+    found = re.match(r"\d+" if "PER_NODE" in name else r"\d+$", text, re.ASCII)
+    most = 65535 if name == "MASTER_PORT" else 1 << 20
+    if not found or len(found[0]) > 9 or not at_least <= int(found[0]) <= most:
+        raise UserError(
+            f"{name} is {text or 'empty'}, expected {at_least} to {most}; unset it, or use torchrun or srun"
+        )
+    return int(found[0])
 
 
 def _slurm_address(environ: Mapping[str, str]) -> dict[str, str]:
@@ -68,7 +87,9 @@ def _slurm_address(environ: Mapping[str, str]) -> dict[str, str]:
 
     step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
     port = 20000 + int(hashlib.sha256(step.encode()).hexdigest(), 16) % 12000
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError("SLURM_STEP_NUM_TASKS is set but not SLURM_JOB_NODELIST; start with srun, or unset it")
     return {"MASTER_ADDR": first_slurm_host(nodes), "MASTER_PORT": str(port)}
 
 
