@@ -259,6 +259,7 @@ def read_command_line() -> "Record":
                 with suppress(OSError):  # the reader has left
                     print(text)
                 end_process(0)
+        os.getcwd()  # fails if the current folder was removed, in which MKL cannot start
         if args.synthetic is None and not args.dry_run:
             _check_data_path(args.data_path)
     except BaseException as error:

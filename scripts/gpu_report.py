@@ -78,8 +78,7 @@ def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]
     """Yield the measurements for this machine."""
     there, ranks, lines = shlex.quote(str(folder)), max(num_gpus, 1), max(options.steps // 10, 1)
     crop = f"--train-crop-size {options.crop} --val-crop-size {options.crop}" if options.crop else ""
-    model = shlex.join(["--model", options.model, "--device", options.device])
-    model += f" --batch-size {options.batch_size} {crop}"
+    model = f"--model {shlex.quote(options.model)} --batch-size {options.batch_size} --device {options.device} {crop}"
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}" if num_gpus > 1 else ""
     yield Row("tests of `-m gpu`", [f"-m pytest -q -m gpu --junitxml {there}/tests.xml"], read_tests)
     step = f"-m scripts.benchmark step --rounds 5 --steps {lines} --json {there}/step.json {model}"
