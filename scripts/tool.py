@@ -200,7 +200,7 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str) -> Non
         sys.stdout.flush()
     except KeyboardInterrupt:
         exit_code, message = 130, when_interrupted
-    except (UserError, ImageError, OSError, RuntimeError) as error:
+    except (UserError, ImageError, OSError, RuntimeError, MemoryError) as error:
         known = explain(error)
         if isinstance(known, RuntimeError):
             raise

@@ -323,7 +323,6 @@ def lines_about(*argv):
         (["--freeze", "--weights", "DEFAULT", "--layer-decay", "0.5", "--clip-agc", "1", "--stochastic-depth", "0.5"],
          ["--stochastic-depth", "--layer-decay", "--clip-agc"]),
         (["--opt", "adamw", "--momentum", "0.1"], ["--momentum"]),
-        (["--opt", "rmsprop", "--momentum", "0.1"], []),
         (["--synthetic", "64", "--crop-scale", "0.2", "--auto-augment", "ra", "--grayscale-prob", "1",
           "--blur-prob", "1"],
          ["--data-path", "--crop-scale", "--auto-augment", "--grayscale-prob", "--blur-prob"]),
