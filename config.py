@@ -15,7 +15,7 @@ from typing import Any
 import options
 import other_scripts
 from custom.code import hash_code, own_code, parse_kwargs
-from distributed.launch import read_launch
+from distributed.launch import Launch, read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
 from options import ALWAYS, BY_NAME, GROUPS, IF_GIVEN, OPTIONS, STATISTICS, Option, fit_statistics, split_custom
 
@@ -41,6 +41,9 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--freeze and --freeze-below without --weights train on the features of random weights"),
     (lambda args: args.balanced_sampler and args.class_weights == "balanced",
      "--balanced-sampler and --class-weights balanced both make up for uneven classes: small ones count twice"),
+    (lambda args: args.momentum != BY_NAME["momentum"].default
+     and "momentum" not in options.OPTIMIZERS.get(args.opt, {"options": ["momentum"]})["options"],
+     "--momentum has no effect with --opt {opt}"),
     (lambda args: (args.stop_epoch or 0) >= args.epochs,
      "--stop-epoch {stop_epoch} has no effect with --epochs {epochs}"),
 ]  # fmt: skip
@@ -62,8 +65,9 @@ def _misnamed(texts: Sequence[str]) -> str | None:
 CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.data_path is None and args.synthetic is None and not args.dry_run,
      "--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data"),
-    (lambda args: args.global_batch_size is not None and args.global_batch_size % args.batch_size,
-     "--global-batch-size {global_batch_size} is not a multiple of --batch-size {batch_size}; make it {found} smaller"),
+    (lambda args: (args.global_batch_size or 0) % args.batch_size
+     and max(args.global_batch_size // args.batch_size, 1) * args.batch_size,
+     "--global-batch-size {global_batch_size} is not a multiple of --batch-size {batch_size}; give {found}"),
     (lambda args: _misnamed(args.eval_data or ()),
      "--eval-data {found}: expected NAME=DIR with a NAME of letters, digits and . - _, another one for each set; "
      "train, epoch, val, minival and endings of _ema are taken"),
@@ -241,8 +245,9 @@ def parse_args(argv: Sequence[str] | None = None) -> "Record":
 
 def read_command_line() -> "Record":
     """Return the script's options; print help, a list or a mistake at once and end, without torch."""
-    launch = read_launch()
+    launch = Launch()
     try:
+        launch = read_launch()
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if launch.rank else sys.stdout):
             args = parse_args()
             if args.list_recipes is not None:
@@ -250,6 +255,7 @@ def read_command_line() -> "Record":
                 with suppress(OSError):  # the reader has left
                     print(text)
                 end_process(0)
+        os.getcwd()  # fails if the current folder was removed, in which MKL cannot start
         if args.synthetic is None and not args.dry_run:
             _check_data_path(args.data_path)
     except BaseException as error:

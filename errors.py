@@ -218,6 +218,7 @@ def require_package(package: str, needed_by: str) -> ModuleType:
 _LIMITS = {
     "out of memory. Tried to allocate": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
     "DefaultCPUAllocator: can't allocate": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
+    "could not create a primitive": "out of memory; raise `ulimit -v`, or use a smaller --batch-size",  # oneDNN's words
     "can't start new thread": "no more threads; raise `ulimit -u` or `ulimit -v`, or use fewer --workers",
     os.strerror(errno.EMFILE): "Too many open files; raise `ulimit -n`",
     os.strerror(errno.ENFILE): "the machine has as many files open as it can",
@@ -231,6 +232,8 @@ def explain_limit(error: BaseException) -> StorageError | None:
     text = str(getattr(error, "strerror", error)) if isinstance(error, OSError | RuntimeError) else ""
     if isinstance(error, MemoryError):
         text = os.strerror(errno.ENOMEM)
+    if isinstance(error, FileNotFoundError) and (error.errno, error.filename) == (errno.ENOENT, None):  # os.getcwd
+        return StorageError("the current folder was removed; change to another one", exit_code=2)
     line = next((line for words, line in _LIMITS.items() if words in text), None)
     return None if line is None else StorageError(line, exit_code=2)
 

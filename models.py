@@ -9,6 +9,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -64,12 +65,11 @@ class _WeightsOnMeta(TorchFunctionMode):
 
 def build_without_memory(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return what `build_model` does, of weights on the meta device unless the model computes with its own."""
-    try:
-        with _WeightsOnMeta(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # as is meant here
-            return build_model(args, num_classes, weights)
-    except Exception:  # a user's mistake too, which this finds again
+    # An error may be a user's mistake too, which the last line finds again.
+    with suppress(Exception), _WeightsOnMeta(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # as is meant here
         return build_model(args, num_classes, weights)
+    return build_model(args, num_classes, weights)
 
 
 def build_model(

@@ -337,7 +337,7 @@ OPTIONS = {
                resume="the optimizer's state is that of the parameters that train",
                help="leave all layers before this one as they are, in evaluation mode: a name of the model's such as "
                     "layer3, blocks.5 or encoder.layers.encoder_layer_6, in the order of its parameters"),
-        Option("--stochastic-depth", metavar="P", type=float, at_least=0, at_most=1,
+        Option("--stochastic-depth", metavar="P", type=float, at_least=0, at_most=1, not_with="freeze",
                help="stochastic depth: probability of dropping the deepest block (default: the model's)"),
         Option("--dropout", metavar="P", type=float, at_least=0, at_most=1,
                help="probability of every dropout layer (default: the model's)"),
@@ -418,7 +418,7 @@ OPTIONS = {
                help="scale the gradients down if their norm is larger than this (default: no limit)"),
         Option("--clip-grad-value", metavar="V", type=float, above=0, at_most=1e12,
                help="cut each number of the gradients off at V and -V (default: none)"),
-        Option("--clip-agc", metavar="F", type=float, above=0, at_most=1e12,
+        Option("--clip-agc", metavar="F", type=float, above=0, at_most=1e12, not_with="freeze",
                help="adaptive clipping (timm's): where the gradient of an output's weights has a norm above F times "
                     "that of the weights, scale it down to that; leaves out the last layer (default: none)"),
     ],

@@ -69,7 +69,7 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
             if begin == b"PK\3\4":
                 check_archive(stream, name)
             elif begin[:2] != b"\x80\2":
-                raise ValueError("not an archive of torch.save; nothing in it was run" if begin else "it is empty")
+                raise ValueError("not an archive of torch.save" if begin else "it is empty")
             stream.seek(0)
             content = torch.load(stream, map_location="cpu", weights_only=True)
         except (UserError, MemoryError):

@@ -146,7 +146,7 @@ def place(world_size: int, dist_url: str) -> Launch:
             f"--world-size {world_size}, but no launcher set RANK; start the processes with "
             f"`torchrun --nproc_per_node={world_size} train.py ...`"
         )
-    if launch.is_launched and dist_url == "env://" and "MASTER_ADDR" not in launch.address:
+    if launch.is_launched and dist_url == "env://" and not launch.address.get("MASTER_ADDR"):
         raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
     return launch
 

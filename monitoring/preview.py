@@ -10,11 +10,11 @@ import models
 import optim
 from checkpointing.published import read_weights, take_published_options
 from distributed import collectives
-from distributed.launch import read_launch
 from errors import UserError, counted
 from loading.forms import open_split
 from loading.remote import is_remote
 from loading.source import list_folder, minival_numbers
+from metrics import build_metrics
 from options import split_custom
 from sampler import VirtualShards
 
@@ -31,7 +31,7 @@ def preview(args: Any) -> str:
     config.find_device(args)
     if args.resume not in ("", "auto") and not Path(args.resume).is_file():
         raise UserError(f"--resume {args.resume} is not a file")
-    launch = read_launch(world_size=args.world_size)
+    launch = collectives.place(args.world_size, args.dist_url)
     collectives.setup_for_distributed(launch.rank == 0)
     args = args.replaced(world_size=launch.world_size, distributed=False)
     args, notes = take_published_options(config.with_shards(args, state=None))
@@ -43,6 +43,7 @@ def preview(args: Any) -> str:
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
     models.check_model(args)
+    build_metrics(args, num_classes)  # finds out whether they and --best-metric exist
     model = models.build_without_memory(args, num_classes)
     _check_weights(args, num_classes)
     groups = optim.build_parameter_groups(args, model)

@@ -143,7 +143,7 @@ def explain(error: BaseException) -> BaseException:
         return UserError(f"{error.filename}: {error.strerror}; give another path")
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC):
         return StorageError(f"standard output cannot be written: {error.strerror}")
-    return error
+    return explain_limit(error) or error
 
 
 def make_out(out: Path, name: str = "OUT") -> None:

@@ -44,7 +44,12 @@ def test_what_means_that_the_machine_gives_no_more_is_known_by_number_and_by_tex
     for error in [OSError(24, "Too many open files"), RuntimeError("[enforce fail] Too many open files (24)")]:
         assert str(errors.explain_limit(error)).startswith("Too many open files; raise `ulimit -n`")
     assert "ulimit -u" in str(errors.explain_limit(RuntimeError("can't start new thread")))
-    for error in [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]:
+    assert str(errors.explain_limit(FileNotFoundError(2, "No such file"))).startswith("the current folder was removed")
+    for error in [
+        MemoryError(),
+        RuntimeError("could not create a primitive"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ]:
         assert "out of memory" in str(errors.explain_limit(error))
     for error in [RuntimeError("shapes differ"), OSError(5, "Input/output error"), ValueError("Too many open files")]:
         assert errors.explain_limit(error) is None

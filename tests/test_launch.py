@@ -76,8 +76,29 @@ def test_the_processes_of_a_node_and_restarts_are_counted():
     assert restarted.attempt == 2
 
 
+WRONG = [
+    {"RANK": "abc"}, {"RANK": ""}, {"RANK": "-1"}, {**TORCHRUN, "WORLD_SIZE": "0"}, {**TORCHRUN, "LOCAL_RANK": "x"},
+    {**TORCHRUN, "MASTER_PORT": "abc"}, {**TORCHRUN, "MASTER_PORT": "99999"}, {"LOCAL_WORLD_SIZE": "0"},
+    {"TORCHELASTIC_RESTART_COUNT": "x"}, {"SLURM_STEP_TASKS_PER_NODE": "(x2)"}, {"GROUP_WORLD_SIZE": "9" * 5000},
+    without(SRUN, "PROCID"), {**TORCHRUN, "RANK": "8"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("environ", WRONG)
+def test_a_variable_that_is_no_number_or_is_missing_is_named(environ):
+    with pytest.raises(UserError, match=r"^[A-Z_]+ is .*unset it"):
+        read_launch(environ)
+
+
 def test_world_size_without_a_launcher_is_refused(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     args = config.parse_args(["--synthetic", "--world-size", "2"])
     with pytest.raises(UserError, match=r"torchrun --nproc_per_node=2 train\.py"):
         config.on_machine(args)
+
+
+def test_srun_without_its_nodes_is_refused(monkeypatch):
+    for name, value in without(SRUN, "NODELIST").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="not MASTER_ADDR"):
+        config.on_machine(config.parse_args(["--synthetic"]))

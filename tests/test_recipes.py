@@ -261,6 +261,8 @@ def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
         ("--train-crop-size-min 300 --crop-ramp-epochs 1 3", "is above --train-crop-size"),
         ("--stochastic-depth 0.1", "resnet50 has none"),
         ("--dropout 0.1", "has no dropout layer"),
+        ("--best-metric f2", "f2 is not among --metrics"),
+        ("--world-size 2", "no launcher set RANK"),
     ],
 )
 def test_impossible_combinations_are_one_line(argv, words):
