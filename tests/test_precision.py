@@ -57,7 +57,7 @@ def random_batches(count, batch_size=32, size_px=32):
 
 def losses_of(args, batches, model=None):
     """Train a step on each batch as a run with these options does; return the losses and the model."""
-    model = models.place_model(small_model() if model is None else model, args, CPU)
+    model = models.place_model(small_model().to(batches[0][0].dtype) if model is None else model, args, CPU)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     found = []
 
@@ -74,7 +74,7 @@ def losses_of(args, batches, model=None):
 
 def written_out(batches, dtype=None):
     """The steps written out, with a loop over the parameters: losses, the model after one step and after all."""
-    model = small_model().train()
+    model = small_model().to(batches[0][0].dtype).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-4, foreach=False)
     found, first = [], None
     for image, target in batches:
@@ -107,7 +107,7 @@ def test_the_loop_has_the_bits_of_the_steps_written_out(plain):
 # 11 and bfloat16 8, and gradients of the first layers have gone through all the others. A compiled BatchNorm forms its
 # sums in another order.
 @pytest.mark.parametrize(("argv", "step_tolerance", "curve_tolerance"), [
-    ("--channels-last", 1e-3, 0.05), ("--amp --amp-dtype bfloat16", 0.4, 0.25),
+    ("--amp --amp-dtype bfloat16", 0.4, 0.25),
     pytest.param("--amp", 0.15, 0.2, marks=pytest.mark.slow),
     pytest.param("--compile --channels-last", 1e-2, 0.1, marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -123,6 +123,13 @@ def test_a_step_and_20_losses_are_those_of_plain_float32(argv, step_tolerance, c
     found, _ = losses_of(args, batches)
     assert curve[-5:].mean() < 0.1 * curve[:5].mean()  # there is something to compare: it learns
     torch.testing.assert_close(found.float(), curve, rtol=0, atol=curve_tolerance)
+
+
+def test_nhwc_changes_nothing_but_the_order_of_sums():
+    # In float64: float32 without FMA is further from itself than a rate 1.001 times as large, which this would show.
+    batches = [(image.double(), target) for image, target in random_batches(5)]
+    found, _ = losses_of(options("--channels-last"), batches)
+    torch.testing.assert_close(found, written_out(batches)[0], rtol=1e-9, atol=0)
 
 
 def test_amp_computes_in_its_own_type_and_scales_the_loss_in_float16_only():
