@@ -43,7 +43,7 @@ CASES = {
     "no decay of 1-d": "--opt adamw --no-decay-1d",
     "rmsprop": "--opt rmsprop --bce-loss",
     "lamb": "--opt timm/lamb",
-    "muon": "--opt timm/muon",
+    "muon": "--amp --amp-dtype float32 --opt timm/muon",
     "adaptive clipping": "--clip-agc 0.05",
     "cut off": "--clip-grad-value 0.01 --lr-scheduler polylr --lr-power 2",
     "noise": "--random-erase-fill pixel --mixup-mode elem",
