@@ -406,9 +406,15 @@ def slow_type(args: Record) -> str:
     return "this processor has no instructions for bfloat16, and computes in it 2 to 12 times as slowly as in float32"
 
 
-def keep_type(args: Record, trained: dict) -> Record:
-    """Return options with the checkpoint's `--amp-dtype` where a processor chose it or ours, and say so."""
-    ours, theirs = args.amp_dtype, trained.get("amp_dtype")
+def agree_on_type(args: Record, trained: dict | None) -> Record:
+    """Return options with rank 0's `--amp-dtype`, or the checkpoint's where a processor chose it or ours, and say so.
+
+    Collective: every rank must call it.
+    """
+    from distributed import collectives
+
+    ours = collectives.call_on_master(lambda: args.amp_dtype)
+    args, theirs = args.replaced(amp_dtype=ours), ours if trained is None else trained.get("amp_dtype")
     is_chosen = "float32" in (ours, theirs) and ours != theirs and "amp_dtype" not in args.typed
     if is_chosen and BY_NAME["amp_dtype"].is_value(theirs):
         args = args.replaced(amp_dtype=theirs)

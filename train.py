@@ -213,9 +213,7 @@ def find_checkpoint(args, manager):
             print(f"restarted by torchrun: resuming from the newest checkpoint in {manager.folder}")
             args = args.replaced(resume="auto", overwrite=False)
     state = manager.read(args.resume)
-    # Rank 0's choice, where processors differ.
-    args = args.replaced(amp_dtype=collectives.call_on_master(lambda: args.amp_dtype))
-    args = args if state is None else config.keep_type(args, state["args"])
+    args = config.agree_on_type(args, None if state is None else state["args"])
     if args.test_only:
         if args.resume and state is None:
             raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")

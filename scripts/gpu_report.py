@@ -77,14 +77,14 @@ def read_recipe(folder: Path) -> str:
 
 def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]:
     """Yield the measurements for this machine."""
-    there, ranks, lines = shlex.quote(str(folder)), max(num_gpus, 1), max(options.steps // 10, 1)
+    there, ranks, lines = shlex.quote(str(folder)), max(num_gpus, 1), max(options.steps // (5 if num_gpus else 10), 1)
     crop = f"--train-crop-size {options.crop} --val-crop-size {options.crop}" if options.crop else ""
     model = f"--model {shlex.quote(options.model)} --batch-size {options.batch_size} --device {options.device} {crop}"
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}" if num_gpus > 1 else ""
     yield Row("tests of `-m gpu`", [f"-m pytest -q -m gpu --junitxml {there}/tests.xml"], read_tests)
     # With --workers 0 a compiled step waits for the loop to load: 0.61 of the bare one on an H200; 0.92 with workers.
     workers = min(count_cores() // ranks, 16) if num_gpus else 0
-    step = f"-m scripts.benchmark step --rounds 5 --steps {2 * lines} --workers {workers}"
+    step = f"-m scripts.benchmark step --rounds 5 --steps {lines} --workers {workers}"
     step += f" --json {there}/step.json {model}"
     for precision in PRECISIONS if num_gpus else PRECISIONS[:1]:
         yield Row(f"step, {precision or 'float32'}", [f"{step} {precision}"], read_step)

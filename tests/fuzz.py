@@ -340,7 +340,7 @@ def case_recipe(bench: Bench, folder: Path, rng: random.Random) -> None:
     args = config.parse_args(["--recipe", str(path), "--data-path", str(folder)])
     again.write_bytes(config.write_recipe(args).encode())
     repeated = config.parse_args(["--recipe", str(again)])
-    left_out = {"given"} | {name for name, option in options.BY_NAME.items() if option.recipe == options.NEVER}
+    left_out = {"given", "typed"} | {name for name, option in options.BY_NAME.items() if option.recipe == options.NEVER}
     differing = {name for name in vars(args) if getattr(args, name) != getattr(repeated, name)} - left_out
     assert not differing, differing
 

@@ -83,7 +83,8 @@ def damage_truncated(path):
 
 def damage_flipped(path):
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 16
+    middle = len(content) // 2
+    content[middle : middle + 64] = (byte ^ 16 for byte in content[middle : middle + 64])  # at most 63 are padding
     path.write_bytes(content)
 
 
