@@ -341,7 +341,7 @@ DOORS = {
     "own data set": own(
         "data-path", "folder", ("--data-path {}/mine.py:falling", "falling"), elsewhere={"agree": NOT_READ},
     ),
-    "own model": own("model", "model", ("--model {}/mine.py:modell", "model"), elsewhere={"agree": NOT_READ}),
+    "own model": own("model", "model", ("--model {}/mine.py:net", "model"), elsewhere={"agree": NOT_READ}),
     "own optimizer with state and draws": own("opt", "noisy", ("--opt {}/mine.py:noise", "noisy")),
     "own loss with numbers": own("criterion", "weighted", ("--criterion {}/mine.py:centred", "are not trained")),
     "own loss with draws": own("criterion", "drawn", ("--criterion {}/mine.py:sure", "sure")),
