@@ -280,7 +280,7 @@ def cli(args=None):
     try:
         if args.dry_run:
             take_signals(is_training=False)
-            build_presets(args)  # finds out whether the augmentation exists
+            build_presets(args), build_metrics(args, 1000)  # find out whether what they name exists
             text = preview(args)  # after which only the first of several processes prints
             print(text)
         else:

@@ -14,7 +14,6 @@ from errors import UserError, counted
 from loading.forms import open_split
 from loading.remote import is_remote
 from loading.source import list_folder, minival_numbers
-from metrics import build_metrics
 from options import split_custom
 from sampler import VirtualShards
 
@@ -43,7 +42,6 @@ def preview(args: Any) -> str:
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
     models.check_model(args)
-    build_metrics(args, num_classes)  # finds out whether they and --best-metric exist
     model = models.build_without_memory(args, num_classes)
     _check_weights(args, num_classes)
     groups = optim.build_parameter_groups(args, model)

@@ -23,6 +23,7 @@ from errors import UserError
 from monitoring import preview
 from tests.images import pack_shards
 from tests.ranks import run_ranks, some_slow, train_rank
+from tests.started import refused, run_train
 from transforms import RandomMix
 
 RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))
@@ -239,9 +240,13 @@ def test_a_dry_run_says_and_refuses_what_the_run_would():
         (line,) = re.findall(r"--model-ema: .*", preview.preview(config.parse_args(argv)))
         assert f"decay {decay:.6g} " in line
         assert ("is a copy of the weights" in line) is (decay == 0)
-    for refused in ("--device mps", "--resume nowhere.pth", "--train-crop-size 8"):
-        with pytest.raises(UserError, match=refused):
-            preview.preview(config.parse_args(["--synthetic", "64", *refused.split(), *DRY]))
+    for words in ("--device mps", "--resume nowhere.pth", "--train-crop-size 8"):
+        with pytest.raises(UserError, match=words):
+            preview.preview(config.parse_args(["--synthetic", "64", *words.split(), *DRY]))
+
+
+def test_a_dry_run_knows_the_metrics(tmp_path):
+    refused(run_train(tmp_path, "--synthetic", 64, "--dry-run", "--best-metric", "f2"), "f2 is not among --metrics")
 
 
 def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
@@ -261,7 +266,6 @@ def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
         ("--train-crop-size-min 300 --crop-ramp-epochs 1 3", "is above --train-crop-size"),
         ("--stochastic-depth 0.1", "resnet50 has none"),
         ("--dropout 0.1", "has no dropout layer"),
-        ("--best-metric f2", "f2 is not among --metrics"),
         ("--world-size 2", "no launcher set RANK"),
     ],
 )
