@@ -16,7 +16,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-import config
 import transforms
 from checkpointing.published import is_stored, take_published_options
 from distributed import collectives
@@ -31,10 +30,11 @@ from loading.lists import check_apart
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.remote import is_remote
 from loading.source import Source, Subset, count_classes, labels_of, minival_numbers, without
-from options import fit_statistics, split_custom
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
+from settings import config
+from settings.options import fit_statistics, split_custom
 
 
 class IndexedImageFolder(Dataset):

@@ -1,318 +1,27 @@
 """Losses, distillation from a teacher, and the metrics that training lines and evaluations show."""
 
-import copy
 import itertools
 import math
-from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch import Tensor
 
-import config
-import models
-from checkpointing.guard import compare_classes, find_disorder
-from checkpointing.published import complete_options, fetch_by_name, settle_preprocessing
-from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
-from custom.code import load_function
 from distributed.collectives import all_gather, interleave
-from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, one_line
-from loading.lists import read_table
-from loading.source import count_classes
-from options import BY_NAME, CURVES, WHY_TYPED, is_same_model, split_custom
+from errors import UserError, in_one_line
+from settings.custom_code import load_function
+from settings.options import CURVES, split_custom
 from transforms import one_hot
 
 
-class BinaryCrossEntropy(nn.Module):
-    """One binary decision for each class (Wightman et al., ResNet strikes back, arXiv 2110.00476).
-
-    Args:
-        label_smoothing: the share of the target that is spread over all classes.
-        target_threshold: targets above it become 1, others 0; None leaves targets as they are.
-        weight: (num_classes,) factors of the terms of positive targets in training, torch's `pos_weight`, or None.
-    """
-
-    def __init__(
-        self, label_smoothing: float = 0.0, target_threshold: float | None = None, weight: Tensor | None = None
-    ) -> None:
-        super().__init__()
-        self.label_smoothing, self.target_threshold, self.weight = label_smoothing, target_threshold, weight
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean over images and classes of (B, num_classes) logits, for (B,) classes or soft targets."""
-        num_classes = output.size(1)
-        if target.ndim == 1:
-            target = one_hot(target, num_classes)
-        # Not in the dtype of autocast, which rounds 0.2005 to 0.2, no longer above a threshold of 0.2.
-        output = output.to(torch.promote_types(output.dtype, torch.float32))
-        target = target.to(output.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
-        if self.target_threshold is not None:
-            target = target.gt(self.target_threshold).to(output.dtype)
-        weight = self.weight if torch.is_grad_enabled() else None  # losses of evaluations are comparable
-        return F.binary_cross_entropy_with_logits(output, target, pos_weight=weight)
-
-
-class WeightedCrossEntropy(nn.Module):
-    """Cross-entropy whose terms are weighted by their classes, in training; a plain one in evaluation.
-
-    It is the mean over images, as torch's for targets that are probabilities, whose sum over a set does not depend on
-    how the set is cut into batches; torch's for class indices divides by the sum of a batch's weights.
-    """
-
-    def __init__(self, label_smoothing: float, weight: Tensor) -> None:
-        super().__init__()
-        self.label_smoothing, self.weight = label_smoothing, weight
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean over images of (B, num_classes) scores and (B,) classes or (B, num_classes) soft targets."""
-        weight = self.weight if torch.is_grad_enabled() else None  # losses of evaluations are comparable
-        if target.ndim == 1 and weight is not None:
-            output = output.to(torch.promote_types(output.dtype, torch.float32))
-            target = one_hot(target, output.size(1)).to(output.dtype)
-        return F.cross_entropy(output, target, weight, label_smoothing=self.label_smoothing)
-
-
-def class_weights(args: Any, dataset: Dataset) -> Tensor:
-    """Return (num_classes,) float32 on the device: the weights of `--class-weights` for a training set.
-
-    Balanced ones are images / (classes x images of the class), as scikit-learn's; with `--bce-loss` negatives /
-    positives, as torch's page on `BCEWithLogitsLoss` has it.
-
-    Raises:
-        UserError: the file cannot be read, or does not give one weight above 0 to each class.
-    """
-    if args.class_weights == "balanced":
-        counts = count_classes(dataset.index).clip(min=1)
-        others = (len(dataset) - counts).clip(min=1) if args.bce_loss else len(dataset) / len(counts)
-        return torch.tensor(others / counts, dtype=torch.float32, device=args.device)
-    found = {}
-    with in_one_line(f"--class-weights {args.class_weights}"):
-        for line, row in read_table(Path(args.class_weights), ("class", "weight")):
-            name, weight = str(row["class"]), float(row["weight"])
-            if name not in dataset.classes or name in found:
-                reason = "listed twice" if name in found else f"no class{did_you_mean(name, dataset.classes)}"
-                raise UserError(f"line {line}: {name} is {reason}")
-            if not 1e-6 <= weight <= 1e6:
-                raise UserError(f"line {line}: the weight is {weight:g}; expected 0.000001 to 1,000,000")
-            found[name] = weight
-        if missing := [name for name in dataset.classes if name not in found]:
-            raise UserError(f"it lacks {counted(len(missing), 'class')}, such as {missing[0]}; give each a weight")
-    return torch.tensor([found[name] for name in dataset.classes], dtype=torch.float32, device=args.device)
-
-
-class AuxiliaryLoss(nn.Module):
-    """Add the losses of auxiliary classifiers, whose scores GoogLeNet and Inception v3 return after the main ones.
-
-    `criterion` is the loss of one classifier, and `weight` that of each auxiliary one's loss.
-    """
-
-    def __init__(self, criterion: nn.Module, weight: float) -> None:
-        super().__init__()
-        self.criterion, self.weight = criterion, weight
-
-    def forward(self, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
-        """Return the loss of (B, num_classes) scores, or of a tuple of main and auxiliary scores."""
-        if isinstance(output, Tensor):  # in evaluation
-            return self.criterion(output, target)
-        main, *auxiliary = output
-        losses = [self.criterion(scores, target) for scores in auxiliary if scores is not None]
-        return self.criterion(main, target) + self.weight * torch.stack(losses).sum()
-
-
-class Distillation(nn.Module):
-    """Learn from a teacher as well as from the targets (Touvron et al., arXiv 2012.12877, section 4).
-
-    The loss is (1 - alpha) x the targets' loss + alpha x the teacher's: the cross-entropy with the teacher's best
-    class, or temperature squared x the KL divergence of both models' softened probabilities, a mean over images (DeiT's
-    own code divides it by the number of classes too). A student with a second head, for its distillation token, learns
-    the targets by the first and the teacher by the second. The teacher sees the student's images, augmented and mixed.
-
-    Args:
-        criterion: the loss of the targets, and the whole loss in evaluation.
-        teacher: maps the student's images to scores, in evaluation mode.
-        student: the bare model; a hook notes its images in training.
-        is_soft: learn the teacher's probabilities, not its best class.
-        alpha: the teacher's share of the loss.
-        temperature: softens the probabilities; scores are divided by it.
-    """
-
-    def __init__(
-        self, criterion: nn.Module, teacher: nn.Module, student: nn.Module, *,
-        is_soft: bool = False, alpha: float = 0.5, temperature: float = 3.0,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.criterion, self.teacher = criterion, teacher
-        self.is_soft, self.alpha, self.temperature = is_soft, alpha, temperature
-        self.has_token = hasattr(student, "set_distilled_training")
-        if self.has_token:
-            student.set_distilled_training(True)  # return both heads' scores in training; their mean otherwise
-        self._image = None
-        student.register_forward_pre_hook(self._note)
-
-    def _note(self, student: nn.Module, inputs: tuple[Tensor]) -> None:
-        if student.training:
-            self._image = inputs[0]
-
-    def forward(self, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
-        """Return the loss, a 0-d tensor, for the images that the student has just seen."""
-        if not torch.is_grad_enabled():  # in evaluation
-            return self.criterion(output, target)
-        image, self._image = self._image, None
-        with torch.no_grad():  # not inference mode: autograd takes none of its tensors
-            taught = self.teacher(image).float()
-        if self.has_token:
-            output, learned = output
-        else:
-            learned = output if isinstance(output, Tensor) else output[0]
-        if self.is_soft:
-            ours, theirs = (F.log_softmax(each / self.temperature, dim=1) for each in (learned.float(), taught))
-            loss = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * self.temperature**2
-        else:
-            loss = F.cross_entropy(learned.float(), taught.argmax(dim=1))
-        return (1 - self.alpha) * self.criterion(output, target) + self.alpha * loss
-
-
-def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
-    """Return the loss of the options; `--class-weights` weighs the classes of `train`. UserError if it is none."""
-    weight = class_weights(args, train) if args.class_weights and train is not None else None
-    if args.criterion is not None:
-        with in_one_line(f"--criterion {args.criterion}"):
-            torch.manual_seed(args.seed)  # in a resumed run too
-            criterion = load_function("criterion", args)()
-            if not callable(criterion):
-                raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
-            num = 0 if train is None else len(train.classes)
-            for target in _example_targets(args, num) if num else []:
-                _check_loss(criterion, torch.arange(target.shape[0] * num).view(-1, num).cos(), target)
-        criterion = criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
-    elif args.bce_loss:
-        criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh, weight)
-    elif weight is not None:
-        criterion = WeightedCrossEntropy(args.label_smoothing, weight)
-    else:
-        criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    weight = models.AUXILIARY_WEIGHTS.get(args.model)
-    return criterion if weight is None else AuxiliaryLoss(criterion, weight)
-
-
-def _check_loss(criterion: Any, output: Tensor, target: Tensor) -> None:
-    """Refuse a loss of the user's own that is no mean, has no gradient, or has numbers that nobody trains or saves."""
-    trial = copy.deepcopy(criterion)
-    with in_one_line(f"targets of shape {tuple(target.shape)}"):
-        loss, thrice = trial(output, target), trial(output.repeat(3, 1).requires_grad_(), torch.cat([target] * 3))
-    is_loss = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point() and thrice.requires_grad
-    if not is_loss or (loss and thrice.isclose(3 * loss)):
-        found = f"{loss!r:.40}, and of three copies {thrice!r:.40}"
-        raise UserError(f"the loss is {found}; expected the mean of a batch, a 0-d tensor with a gradient")
-    if isinstance(criterion, nn.Module):
-        is_trained = any(each.requires_grad for each in criterion.parameters())
-        if is_trained or not all(map(torch.equal, criterion.buffers(), trial.buffers())):
-            raise UserError("parameters or buffers of a loss are not trained or saved; put what changes into the model")
-
-
-def _example_targets(args: Any, num_classes: int) -> list[Tensor]:
+def example_targets(args: Any, num_classes: int) -> list[Tensor]:
     """Return the targets of some images, in each form that losses and metrics are given in this run."""
     size = 3 if num_classes == 2 else 2  # no shape fits by chance
     classes, shares = torch.zeros(size, dtype=torch.int64), torch.zeros(size, num_classes)
     is_mixed = args.mixup_alpha or args.cutmix_alpha
     return [classes] * (not args.multi_label) + [shares] * bool(args.multi_label or is_mixed)
-
-
-def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: Dataset) -> nn.Module:
-    """Return the criterion, with a `Distillation` around it for training with `--teacher`; UserError for a misfit.
-
-    `student` is the bare model on its device; the classes' names are those of the validation set `val`.
-    """
-    if args.teacher is None or args.test_only:
-        return criterion
-    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
-    device = next(student.parameters()).device
-    teacher = build_teacher(args, list(val.classes)).to(device, memory_format=memory_format)
-    return Distillation(criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha)
-
-
-def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
-    """Return the model of `--teacher` on the CPU; UserError if it is not found, or is of other classes or images."""
-    source, size = f"--teacher {args.teacher}", args.train_crop_size
-    weights = _load_teacher(args.teacher, source)
-    name = weights.options.get("model")
-    if name is None:
-        raise UserError(f"{source} does not say of which model it is; give a checkpoint, whose `args` do")
-    is_custom = split_custom(name) is not None
-    if is_custom and not is_same_model(name, args.model if args.model in args.trusted else ""):
-        raise UserError(f"{source} is of {name}, {WHY_TYPED}")
-    name = args.model if is_custom else name
-    with in_one_line(source):
-        given = {"val_crop_size": size, "val_resize_size": size}
-        model, own, _ = build_evaluated(args.teacher, name, weights, given, is_typed=is_custom)
-        for side in (args.train_crop_size_min or size, size):
-            num_classes = model(torch.zeros(2, own.in_chans, side, side)).shape[1]
-    if num_classes != len(classes):
-        raise UserError(
-            f"{source} scores {num_classes} classes and the images are of {len(classes)}; give a teacher of these"
-        )
-    # Published weights may have other names for the same classes.
-    is_named = Path(args.teacher).is_file() and weights.classes is not None
-    if differences := compare_classes(weights.classes, classes) if is_named else find_disorder(weights.script, classes):
-        raise UserError(f"{source} is of other classes: {differences[0]}; give a teacher of these")
-    print(f"{source}: {weights.kind}")
-    if (own.mean, own.std) != (args.mean, args.std):
-        words = (" ".join(map(str, values)) for values in (own.mean, own.std, [own.in_chans]))
-        text = "{} takes images of --mean {} --std {} --in-chans {}; give the student these"
-        raise UserError(text.format(source, *words))
-    return model.eval().requires_grad_(False)
-
-
-def _load_teacher(name: str, source: str) -> Weights:
-    """Return the weights of a file, of timm's tag on the Hugging Face hub, or of torchvision's name."""
-    if name.startswith("timm/"):
-        found = find_timm_config(name)
-        if found is None or not found.hf_hub_id:
-            raise UserError(f"{source}: timm knows no weights of that name; give timm/NAME.TAG, or a checkpoint")
-        weights = load_weights(fetch_from_hub(f"{HUB}{found.hf_hub_id}", source), name=source)
-        weights.options["model"] = name
-        return weights
-    if Path(name).is_file():
-        return load_weights(Path(name), name=source)
-    with in_one_line("--teacher"):
-        return fetch_by_name(name)
-
-
-def build_evaluated(
-    source: str, name: str, weights: Weights, given: Mapping[str, Any], *, is_typed: bool = False
-) -> tuple[nn.Module, config.Record, str]:
-    """Return a trained model in evaluation mode on the CPU, its options, and where its preprocessing comes from.
-
-    Args:
-        source: the name of the weights in a message.
-        name: the model's name.
-        weights: the weights, with the options that they were trained or published with.
-        given: preprocessing in place of the weights' own.
-        is_typed: the command line names the model, so its own file may be run.
-    """
-    models.check_name(name)
-    complete_options(weights, name)
-    # Those of another script may have other values than ours.
-    known = {key: value for key, value in weights.options.items() if key in BY_NAME}
-    options = {key: value for key, value in known.items() if value is None or BY_NAME[key].is_value(value)}
-    typed = ["model"] if is_typed else []
-    # Weights that do not tell their channels have as many as there are values for each.
-    number = len(options.get("mean") or given.get("mean") or config.IMAGENET_MEAN)
-    in_chans = options.get("in_chans") or (number if BY_NAME["in_chans"].is_value(number) else 3)
-    chosen = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1, in_chans=in_chans, **given)
-    with in_one_line(source):
-        args, _ = config.as_trained(config.resolve(chosen, typed=typed), options)
-    args, origin = settle_preprocessing(args, source, weights.options, weights.origin)
-    if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
-        args = args.replaced(weights=options["weights"])
-    args = args.replaced(distributed=False)
-    num_classes = len(weights.classes or ()) or models.count_classes(models.build_model(args, 1000), weights, 1000)
-    return models.build_model(args, num_classes, weights, source).eval().requires_grad_(False), args, origin
 
 
 def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tuple[int, ...] = (1,)) -> list[Tensor]:
@@ -563,7 +272,7 @@ def build_metrics(args: Any, num_classes: int) -> list[Metric]:
         with in_one_line(f"--metrics {name}"):
             metric = load_function("metrics", args, name)(num_classes)
             taken = {"loss"}.union(*(each.curves for each in metrics))
-            _check_metric(metric, num_classes, _example_targets(args, num_classes), taken)
+            _check_metric(metric, num_classes, example_targets(args, num_classes), taken)
             metric.key = split_custom(name)[1]
             CURVES.update({curve: shown._asdict() for curve, shown in metric.curves.items()})
             metrics.append(metric)

@@ -19,12 +19,12 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.functional import pil_to_tensor
 
-from config import IMAGENET_MEAN, IMAGENET_STD
-from custom.code import load_function
 from errors import ImageError, UserError, in_one_line, one_line, require_timm
 from loading.decode import MODES, ImageFile, decode_plainly, resized_size
-from options import split_custom
 from randomness import Draws, TorchDraws, seed_host, unit
+from settings.config import IMAGENET_MEAN, IMAGENET_STD
+from settings.custom_code import load_function
+from settings.options import split_custom
 
 # torch resizes uint8 with antialiasing only in these modes; Pillow resizes in the others.
 _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}

@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import config
-import gradients
-import optim
 from checkpointing.checkpoint import RunState
 from checkpointing.folder import explained
 from checkpointing.guard import describe_processor, find_hashes, run_facts
@@ -27,13 +24,15 @@ from distributed.launch import read_launch
 from distributed.watch import StallWatchdog
 from errors import ImageError, PreemptedError, StorageError, UserError, loader_killed
 from files import write_atomically
-from gradients import ShardedStep
 from metrics import Accuracy, Metric, Tally
+from models import gradients, optim
+from models.gradients import ShardedStep
 from monitoring.console import first_lines, last_lines, log
 from monitoring.gauges import Clock, Gauges
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
 from sampler import TrainSampler, VirtualShards
+from settings import config
 
 
 class BareRun:

@@ -5,7 +5,7 @@ if __name__ == "__main__":
     from distributed import signals
 
     signals.begin_script()
-    from config import read_command_line
+    from settings.config import read_command_line
 
     ARGS = read_command_line()
 
@@ -13,11 +13,7 @@ from argparse import Namespace
 
 import torch
 
-import config
 import data
-import gradients
-import models
-import optim
 import utils
 from checkpointing.guard import check_data, check_options, describe_data, find_hashes
 from checkpointing.published import preprocessing_line, settle_preprocessing, start_weights
@@ -28,14 +24,20 @@ from distributed.decision import StepDecisions
 from distributed.launch import read_launch
 from distributed.signals import follow_agent, take_signals
 from errors import PreemptedError, UserError, end_by, end_process
-from metrics import Accuracy, Tally, build_criterion, build_metrics, distil, miscounted, numbers_of, result_line
+from metrics import Accuracy, Tally, build_metrics, miscounted, numbers_of, result_line
+from models import build, gradients, optim
+from models.ema import build_ema
+from models.losses import build_criterion
+from models.teacher import distil
+from models.trained import load_evaluated
 from monitoring.console import hash_line, log
 from monitoring.preview import preview
-from options import defaults, get_args_parser
 from presets import build_presets
 from randomness import EVALUATION, seed_device
 from run import BareRun, Run
 from sampler import VirtualShards
+from settings import config
+from settings.options import defaults, get_args_parser
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
 
@@ -59,20 +61,20 @@ def train_one_epoch(
     """
     args = Namespace(**{**defaults(), "amp": scaler is not None, **vars(args)})
     device = torch.device(device)
-    models.set_training_mode(model)
+    build.set_training_mode(model)
     run = run or BareRun(model, device)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
     metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
     batches, numbers = metric_logger.timed(run.watched(data_loader)), numbers_of(data_loader)
     steps = run.steps(len(data_loader))
-    autocast = models.autocast(args, device)
+    precision = build.autocast(args, device)
     for step in metric_logger.log_every(steps, args.print_freq, f"Epoch: [{epoch}]", steps.start):
         run.begin_step(epoch, step)
         optimizer.zero_grad()
         for shard, (image, target), index in zip(run.local_shards, batches, numbers, strict=False):
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             with run.shard(shard):
-                with autocast:
+                with precision:
                     output = model(image)
                     loss = criterion(output, target)
                 scaler.scale(loss * run.loss_scale).backward()
@@ -157,10 +159,10 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
     for name, data_loader in loaders.items():
         for kind, scored, suffix in [(name, model, ""), (f"{name}_ema", model_ema, "EMA")]:
             if scored is not None:
-                scored = models.FlipAverage(scored) if args.eval_flip else scored
+                scored = build.FlipAverage(scored) if args.eval_flip else scored
                 label = suffix if name == "val" else f"{name} {suffix}".rstrip()
                 loader, observe = run.evaluated(kind, data_loader) if run else (data_loader, None)
-                with models.autocast(args, device):
+                with build.autocast(args, device):
                     results[kind] = measure(scored, criterion, loader, device, 100, label, metrics, observe)
     return results
 
@@ -184,19 +186,19 @@ def join(args, notes):
         UserError: the processes or the data are not there.
     """
     decisions = StepDecisions(take_signals(is_training=not args.test_only))
-    models.set_up_threads(args)
+    build.set_up_threads(args)
     collectives.setup_for_distributed(args.rank == 0)
     if args.rank == 0 and not args.test_only:
         log.keep()
     for line in notes:
         print(line)
-    models.check_model(args)
+    build.check_model(args)
     # Before there are other threads, such as those of the process group: see `BatchLoader.start`.
     loading = None if data.waits_for_checkpoint(args) else data.start_loading(args)
     collectives.join_processes(args)
     if not args.test_only:
         follow_agent()
-    return models.set_up_device(args), decisions, loading
+    return build.set_up_device(args), decisions, loading
 
 
 def find_checkpoint(args, manager):
@@ -245,19 +247,19 @@ def main(args):
     data_loader = data.build_device_loader(args, started.pop("train"), samplers[0], device, num_classes)
     loaders = {name: data.build_device_loader(args, each, None, device, num_classes) for name, each in started.items()}
     weights = None if state else start_weights(args, datasets[1])
-    model_without_ddp = models.place_model(models.build_model(args, num_classes, weights), args, device)
-    model_ema = models.build_ema(args, model_without_ddp)
+    model_without_ddp = build.place_model(build.build_model(args, num_classes, weights), args, device)
+    model_ema = build_ema(args, model_without_ddp)
     criterion = distil(build_criterion(args, datasets[0]), args, model_without_ddp, datasets[1])
     metrics = build_metrics(args, num_classes)
     if args.test_only:
-        model_ema = models.load_evaluated(args, model_without_ddp, state)
+        model_ema = load_evaluated(args, model_without_ddp, state)
         optim.check_finite(model_without_ddp, model_ema)
         print(hash_line(find_hashes(args, describe_data(*datasets[:2]), model_without_ddp)))
         evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return
 
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
-    scaler = models.build_scaler(args, device)
+    scaler = build.build_scaler(args, device)
     model = gradients.wrap_model(model_without_ddp, args)
     run = Run(
         args, state, manager, decisions, sampler=samplers[0], datasets=datasets, model=model, metrics=metrics,

@@ -20,8 +20,8 @@ from distributed.collectives import (
     setup_for_distributed,
 )
 from metrics import count_correct
-from models import ExponentialMovingAverage
-from optim import set_weight_decay
+from models.ema import ExponentialMovingAverage
+from models.optim import set_weight_decay
 
 __all__ = [
     "ExponentialMovingAverage", "MetricLogger", "SmoothedValue", "accuracy", "average_checkpoints", "get_rank",

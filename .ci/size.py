@@ -26,7 +26,7 @@ def measure() -> dict[str, int]:
     tests = [path for path in python if path.startswith("tests/")]
     pages = [path for path in files if path == "README.md" or (path.startswith("docs/") and path.endswith(".md"))]
     sys.path.insert(0, str(ROOT))
-    from options import BY_NAME
+    from settings.options import BY_NAME
 
     return {
         "lines of code without tests": count_lines([path for path in python if path not in tests]),

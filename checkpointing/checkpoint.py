@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_iter
 
 from checkpointing.schema import FORMAT
 from errors import UserError, counted, duration, in_one_line
-from options import CURVES
+from settings.options import CURVES
 
 # Names of the best checkpoints, by the evaluation that they are best in: of the raw weights, or of their average.
 BEST_NAMES = {"val": "best", "val_ema": "best_ema", "minival": "best", "minival_ema": "best_ema"}

@@ -16,10 +16,10 @@ import torch
 import torchvision
 from PIL import features
 
-from custom.code import OWN
 from distributed import collectives
 from errors import UserError, one_line
-from options import BY_NAME, FREE, SCHEDULES, SILENT, is_filled_in, is_same_model, parse_allowed
+from settings.custom_code import OWN
+from settings.options import BY_NAME, FREE, SCHEDULES, SILENT, is_filled_in, is_same_model, parse_allowed
 
 # Set by the script, not by the user.
 _DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted", "typed"}

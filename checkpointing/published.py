@@ -18,7 +18,7 @@ from checkpointing.guard import check_classes
 from checkpointing.weights import BARE, HUB, Weights, fetch_from_hub, load_weights
 from distributed import collectives
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
-from options import BY_NAME, PREPROCESSING, STATISTICS, fit_statistics, is_same_model, split_custom
+from settings.options import BY_NAME, PREPROCESSING, STATISTICS, fit_statistics, is_same_model, split_custom
 
 
 def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from errors import StorageError, UserError, is_printable
-from options import MOST_COUNT
+from settings.options import MOST_COUNT
 
 FORMAT = 2
 

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from custom.code import load_function
 from errors import UserError, in_one_line, one_line
 from loading.decode import unused_range
 from loading.index import FolderIndex, with_retries
@@ -13,7 +12,8 @@ from loading.lists import SEPARATORS, ListIndex
 from loading.remote import RemotePack, is_remote
 from loading.source import Source, list_folder
 from loading.tars import TarIndex
-from options import split_custom
+from settings.custom_code import load_function
+from settings.options import split_custom
 
 # In order of preference.
 FORMS: list[type[Source]] = [ListIndex, FolderIndex, TarIndex]

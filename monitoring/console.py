@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from checkpointing.checkpoint import RunState
-from custom.code import own_code
 from errors import attempt, counted, one_line
 from files import open_regular
-from options import BY_NAME
+from settings.custom_code import own_code
+from settings.options import BY_NAME
 
 # Most bytes of text that wait for the folder, or for room on a full disk.
 _MAX_WAITING = 1 << 16

@@ -5,17 +5,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import config
-import models
-import optim
 from checkpointing.published import read_weights, take_published_options
 from distributed import collectives
 from errors import UserError, counted
 from loading.forms import open_split
 from loading.remote import is_remote
 from loading.source import list_folder, minival_numbers
-from options import split_custom
+from models import optim
+from models.build import build_without_memory, check_model
+from models.ema import describe_ema
 from sampler import VirtualShards
+from settings import config
+from settings.options import split_custom
 
 # ImageNet-1k, which a preview without data assumes.
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
@@ -41,8 +42,8 @@ def preview(args: Any) -> str:
     num_images, num_classes, about = count_images(args)
     if num_images < args.global_batch_size:
         raise UserError(f"{num_images} training images are fewer than one global batch of {args.global_batch_size}")
-    models.check_model(args)
-    model = models.build_without_memory(args, num_classes)
+    check_model(args)
+    model = build_without_memory(args, num_classes)
     _check_weights(args, num_classes)
     groups = optim.build_parameter_groups(args, model)
     optimizer = optim.build_optimizer(args, groups)
@@ -65,7 +66,7 @@ def preview(args: Any) -> str:
         f"{num_images % args.global_batch_size} images left out of each epoch, different ones each time",
         *([f"--sync-bn: needs {args.num_shards} processes, one for each micro-batch"] if is_short else []),
         *config.remarks(args),
-        *([models.describe_ema(args)] if args.model_ema else []),
+        *([describe_ema(args)] if args.model_ema else []),
         *([reference_line(args)] if args.reference_global_batch else []),
         f"learning rate at the start of epoch {', '.join(rates)}",
     ]
@@ -79,7 +80,7 @@ def _check_weights(args: Any, num_classes: int) -> None:
         # Without data the number of classes is assumed.
         is_known = args.data_path is not None or args.synthetic is not None
         with contextlib.redirect_stdout(sys.stderr):
-            models.build_without_memory(args.replaced(test_only=args.test_only and is_known), num_classes, weights)
+            build_without_memory(args.replaced(test_only=args.test_only and is_known), num_classes, weights)
 
 
 def count_images(args: Any) -> tuple[int, int, str]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-import models
 from checkpointing.folder import numbered
 from checkpointing.published import recorded
 from checkpointing.weights import Weights, as_checkpoint, average_weights, read_content
@@ -20,10 +19,11 @@ from data import IndexedImageFolder
 from errors import UserError, counted
 from loading.forms import open_source
 from loading.progress import Progress
-from options import PREPROCESSING
+from models.build import autocast, place_model, set_up_device
 from scripts.predict import load_batches
 from scripts.tool import build_parser, given_path, output_file, positive, run, write_output
 from scripts.trained import add_machine_options, add_options, build_trained, read_weights, settle, show_preprocessing
+from settings.options import PREPROCESSING
 
 PROG = "python -m scripts.average"
 
@@ -105,7 +105,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def reestimate(model: nn.Module, batches: Iterable[Tensor], autocast: AbstractContextManager) -> None:
+def reestimate(model: nn.Module, batches: Iterable[Tensor], precision: AbstractContextManager) -> None:
     """Set the running statistics of a model to their means over batches; all else stays in evaluation mode.
 
     A layer that no image reaches, such as those of an auxiliary classifier, keeps its statistics.
@@ -118,7 +118,7 @@ def reestimate(model: nn.Module, batches: Iterable[Tensor], autocast: AbstractCo
         layer.momentum = None  # so that torch takes the mean over all batches
         layer.train()
     for image in batches:
-        with autocast:
+        with precision:
             model(image)
     for layer, momentum, state in kept:
         layer.momentum = momentum
@@ -140,11 +140,11 @@ def with_new_statistics(weights: Weights, options: argparse.Namespace) -> tuple[
     root = Path(options.reestimate_bn) / "train"
     images = IndexedImageFolder(root, trained.preset, source=open_source(root, args.multi_label))
     chosen = choose_images(len(images), options.images, args.batch_size)
-    device = models.set_up_device(args)
-    model = models.place_model(trained.model, args, device)
+    device = set_up_device(args)
+    model = place_model(trained.model, args, device)
     batches = map(default_collate, load_batches(images.__getitem__, chosen, args.batch_size, "re-estimating"))
     try:
-        reestimate(model, (image.to(device) for image, _ in batches), models.autocast(args, device))
+        reestimate(model, (image.to(device) for image, _ in batches), autocast(args, device))
     except ValueError as error:  # torch's, about a batch of one image
         raise UserError(f"--batch-size {args.batch_size}, --images {len(chosen)}: {error}; give more") from error
     if not all(buffer.isfinite().all() for layer in layers for buffer in layer.buffers()):

@@ -16,12 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchvision import datasets, transforms
 
-import config
 import data
-import gradients
 import metrics
-import models
-import optim
 import train
 import utils
 from distributed import collectives
@@ -29,9 +25,14 @@ from distributed.launch import read_launch
 from errors import UserError
 from loading import decode
 from loading.forms import open_split
+from models import gradients, optim
+from models.build import autocast, build_model, build_scaler, place_model, set_up_device
+from models.ema import build_ema
+from models.losses import build_criterion
 from run import BareRun
 from sampler import SampleKey, TrainSampler, VirtualShards
 from scripts.tool import build_parser, given_path, given_place, output_file, positive, run, write_report
+from settings import config
 
 PROG = "python -m scripts.benchmark"
 
@@ -142,12 +143,12 @@ class BareStep:
     """
 
     def __init__(self, args: argparse.Namespace, num_steps: int) -> None:
-        self.args, self.device, self.num_steps = args, models.set_up_device(args), num_steps
-        self.model = models.place_model(models.build_model(args, NUM_CLASSES), args, self.device)
-        self.model_ema = models.build_ema(args, self.model)
-        self.criterion = metrics.build_criterion(args)
+        self.args, self.device, self.num_steps = args, set_up_device(args), num_steps
+        self.model = place_model(build_model(args, NUM_CLASSES), args, self.device)
+        self.model_ema = build_ema(args, self.model)
+        self.criterion = build_criterion(args)
         self.optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, self.model))
-        self.scaler = models.build_scaler(args, self.device)
+        self.scaler = build_scaler(args, self.device)
         self.shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
         shape = args.batch_size, args.in_chans, args.train_crop_size, args.train_crop_size
         image = torch.randn(shape, device=self.device)
@@ -156,7 +157,7 @@ class BareStep:
 
     def __call__(self) -> int:
         """Train, beginning on all processes at once; return the number of this process's images."""
-        models.set_up_device(self.args)
+        set_up_device(self.args)
         if dist.is_initialized():
             dist.barrier()
         self.run_steps()
@@ -170,7 +171,7 @@ class BareStep:
         for number in range(self.num_steps):
             self.optimizer.zero_grad()
             for _ in self.shards.local:
-                with models.autocast(self.args, self.device):
+                with autocast(self.args, self.device):
                     loss = self.criterion(self.model(self.image), self.target)
                 self.scaler.scale(loss / self.shards.num_local).backward()
             self.update(number)

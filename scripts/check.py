@@ -21,8 +21,8 @@ from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.remote import RemotePack
 from loading.source import Source, count_classes
-from options import BY_NAME
 from scripts.tool import add_train_option, build_parser, given_place, in_order, output_file, positive, run, write_report
+from settings.options import BY_NAME
 
 PROG = "python -m scripts.check"
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 import data
-import models
 from checkpointing.guard import find_disorder
 from distributed import collectives
 from distributed.launch import read_launch
@@ -29,6 +28,7 @@ from loading.forms import open_named
 from loading.progress import Progress
 from loading.source import Source, labels_of
 from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
+from models.build import FlipAverage, autocast, place_model, set_up_device, set_up_threads
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from presets import build_presets
 from scripts.report import draw_confusion, page, saved, show_images, table
@@ -336,15 +336,15 @@ def evaluate(options: argparse.Namespace) -> None:
     sets, names = open_sets(options, trained, num_classes)
     for each in sets:
         data.note_pack(each.name, each.source, args.val_resize_size)
-    models.set_up_threads(args.replaced(use_deterministic_algorithms=True))
+    set_up_threads(args.replaced(use_deterministic_algorithms=True))
     preset = build_presets(args)[1]
     images = [data.IndexedImageFolder(each.source.root, preset, source=each.source) for each in sets]
     # Before other threads start, such as the process group's: see `BatchLoader.start`.
     loaders = data.start_loaders(images, args)
     collectives.join_processes(args)
-    device = models.set_up_device(args)
-    model = models.place_model(trained.model, args, device).eval()
-    model = models.FlipAverage(model) if args.eval_flip else model
+    device = set_up_device(args)
+    model = place_model(trained.model, args, device).eval()
+    model = FlipAverage(model) if args.eval_flip else model
     report = {
         "checkpoint": options.checkpoint, "weights": trained.kind, "model": args.model,
         "preprocessing": trained.preprocessing, "eval_flip": args.eval_flip, "amp": args.amp,
@@ -354,7 +354,7 @@ def evaluate(options: argparse.Namespace) -> None:
     k = min(max(options.topk), num_classes)
     for each, loader in zip(sets, loaders, strict=True):
         loader = data.build_device_loader(args, loader, None, device, num_classes)
-        with torch.inference_mode(), models.autocast(args, device):
+        with torch.inference_mode(), autocast(args, device):
             rows = score_set(each, model, loader, k if each.columns is None else min(k, len(each.columns)))
         if args.rank == 0:
             all_scores.append(Scores(each, rows, names, options.topk))

@@ -17,9 +17,9 @@ from checkpointing.archive import load_checkpoint
 from errors import UserError, counted, in_one_line, require_package
 from files import read_json
 from loading.progress import size_text
-from options import short_name
 from scripts.tool import as_json, build_parser, given_path, make_out, own_stdout, run, write_output
 from scripts.trained import EXTRA_FILE, FORMAT, OPTIONS, Trained, add_options, checked, open_given, open_graph, packed
+from settings.options import short_name
 
 PROG = "python -m scripts.export"
 

@@ -20,11 +20,11 @@ import torch
 
 from checkpointing.archive import load_checkpoint
 from checkpointing.guard import describe_environment, describe_processor
-from config import find_device
 from distributed.collectives import count_cores
 from errors import UserError, counted
 from monitoring.monitor import read_records
 from scripts import tool
+from settings.config import find_device
 
 PROG = "python -m scripts.gpu_report"
 EXAMPLES = """examples:

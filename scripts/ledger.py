@@ -19,9 +19,9 @@ from typing import Any
 from checkpointing.guard import describe_environment, describe_processor
 from errors import UserError, counted, duration, in_one_line
 from files import make_folder, read_bytes, read_json, write_atomically
-from options import CURVES
 from scripts import tool
 from scripts.report import LoggedRun, group_seeds
+from settings.options import CURVES
 
 PROG = "python -m scripts.ledger"
 EXAMPLES = """examples:

@@ -19,13 +19,13 @@ import numpy
 from PIL import Image, ImageOps
 
 from checkpointing.checkpoint import BEST_NAMES
-from config import IMAGENET_MEAN, IMAGENET_STD
 from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
 from monitoring.events import NOT_DRAWN
 from monitoring.monitor import read_records
-from options import BY_NAME, CURVES
 from scripts import tool
+from settings.config import IMAGENET_MEAN, IMAGENET_STD
+from settings.options import BY_NAME, CURVES
 
 PROG = "python -m scripts.report"
 

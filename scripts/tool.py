@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from distributed.signals import open_closed_files
 from errors import ImageError, StorageError, UserError, error_line, escaped, explain_limit, loader_killed
 from files import explain_failure, make_folder, write_atomically
-from options import BY_NAME, OneLineParser
+from settings.options import BY_NAME, OneLineParser
 
 ROOT = Path(__file__).parent.parent
 # Errors of the system by which a path that was given cannot be used.

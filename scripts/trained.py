@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import config
 from checkpointing.published import fetch_by_name, preprocessing_line
 from checkpointing.weights import Weights, load_weights
 from errors import UserError, in_one_line, is_printable, require_package
 from files import read_json
 from loading.loader import check_workers
-from metrics import build_evaluated
-from options import BY_NAME, PREPROCESSING, WHY_TYPED, is_same_model, split_custom
+from models.trained import build_evaluated
 from presets import ClassificationPresetEval, build_presets
 from scripts.tool import add_train_option, positive
+from settings import config
+from settings.options import BY_NAME, PREPROCESSING, WHY_TYPED, is_same_model, split_custom
 
 # Format of the descriptions; its number changes when older readers would misread new descriptions.
 FORMAT = "touchstone-export-1"

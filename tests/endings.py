@@ -20,7 +20,7 @@ from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
 from checkpointing.folder import NUMBERED, PICTURES
 from errors import UserError
-from options import BY_NAME, SILENT
+from settings.options import BY_NAME, SILENT
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.

@@ -28,7 +28,7 @@ OPTIONS = """
 EACH_STEP, EACH_SECOND = ["--checkpoint-steps", "1"], ["--checkpoint-steps", "2"]
 
 STEP, ZERO_GRAD = "torch.optim.SGD.step", "torch.optim.SGD.zero_grad"
-EVALUATION = "models.ExponentialMovingAverage.forward"
+EVALUATION = "models.ema.ExponentialMovingAverage.forward"
 TERM, USR1, INT, HUP, KILL, STOP = (
     signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGKILL, signal.SIGSTOP,
 )  # fmt: skip

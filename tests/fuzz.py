@@ -33,13 +33,9 @@ import torch.utils.tensorboard  # its import takes longer than a case
 from PIL import Image
 from torch import nn
 
-import config
 import data
 import errors
 import metrics
-import models
-import optim
-import options
 import presets
 import sampler
 import train
@@ -51,6 +47,11 @@ from checkpointing.weights import load_weights
 from distributed import collectives
 from distributed.launch import read_launch
 from loading import forms, index
+from models import optim
+from models.build import load_matching
+from models.ema import build_ema
+from models.trained import load_evaluated
+from settings import config, options
 from tests import images
 from tests.tiny import Tiny
 
@@ -212,7 +213,7 @@ class Bench:
         parts = {
             "model": model,
             "optimizer": optim.OptimizerState(optimizer),
-            "model_ema": models.build_ema(args, model),
+            "model_ema": build_ema(args, model),
             "scaler": torch.amp.GradScaler("cpu", enabled=True),
             "log_window": metrics.Tally([metrics.Accuracy()]),
         }
@@ -261,7 +262,7 @@ def case_checkpoint(bench: Bench, folder: Path, rng: random.Random) -> None:
     guard.check_data(state, args, None if is_test else bench.dataset, bench.dataset_test)
     if is_test:
         presets.build_presets(args)
-        models.load_evaluated(args, Tiny(2), state)
+        load_evaluated(args, Tiny(2), state)
         return
     run = bench.run(args)
     run.resume(state, None, args.epochs)
@@ -283,7 +284,7 @@ def case_weights(bench: Bench, folder: Path, rng: random.Random) -> None:
         mutate(rng.choice([content, content[key], content[average], vars(args)]), rng, is_json=False)
     write_archive(folder / "w.pth", content, rng)
     weights = load_weights(folder / "w.pth", is_average=rng.random() < 0.5)
-    models.load_matching(Tiny(2), weights, "it", Tiny, 2)
+    load_matching(Tiny(2), weights, "it", Tiny, 2)
 
 
 def case_description(bench: Bench, folder: Path, rng: random.Random) -> None:

@@ -15,11 +15,11 @@ from torchvision import transforms as tv
 from torchvision.transforms import InterpolationMode, autoaugment, v2
 from torchvision.transforms import functional as F
 
-import config
 import data
 import transforms
 from presets import TimmPolicy, build_presets
 from randomness import AUGMENTATION, MIXING, fold_seed, seed_host
+from settings import config
 
 COUNT = 10_000
 

@@ -15,11 +15,11 @@ from timm.data.loader import adapt_to_chs
 from timm.models import adapt_input_conv
 from torchvision import transforms
 
-import config
-import models
 from errors import BadImageError, UserError
 from loading.decode import ImageFile, decode_plainly
+from models.build import build_model
 from presets import ClassificationPresetEval, ClassificationPresetTrain
+from settings import config
 from tests.exports import run_tool
 from tests.images import FILES, encoded, picture, write_images
 from tests.runs import FLAG, Runs
@@ -97,7 +97,7 @@ def test_mean_and_deviation_are_by_default_those_of_timm():
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(words, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        models.build_model(resolved(*words.split()), 5)
+        build_model(resolved(*words.split()), 5)
 
 
 def test_first_layers_are_adapted_as_in_timm(tmp_path, capsys):
@@ -107,17 +107,17 @@ def test_first_layers_are_adapted_as_in_timm(tmp_path, capsys):
         first = next(iter(weights))
         for in_chans in MODES:
             args = resolved("--model", name, "--in-chans", str(in_chans))
-            found = models.build_model(args, 1000, weights, "x").state_dict()
+            found = build_model(args, 1000, weights, "x").state_dict()
             assert f"x: {first} of 3 channels is" in capsys.readouterr().out
             assert torch.equal(found[first], adapt_input_conv(in_chans, weights[first].clone()))
             assert all(torch.equal(each, found[key]) for key, each in weights.items() if key != first)
             with pytest.raises(UserError, match="x is for 3 channels, and --in-chans is"):
-                models.build_model(args.replaced(test_only=True), 1000, weights, "x")
-        back = models.build_model(resolved("--model", name), 1000, found, "x").state_dict()
+                build_model(args.replaced(test_only=True), 1000, weights, "x")
+        back = build_model(resolved("--model", name), 1000, found, "x").state_dict()
         assert torch.equal(back[first], adapt_input_conv(3, found[first].clone(), base_chans=4))
     (tmp_path / "net.py").write_text("def a(num_classes):\n    pass\n")
     with pytest.raises(UserError, match="unexpected keyword argument 'in_chans'"):
-        models.build_model(resolved("--model", f"{tmp_path / 'net.py'}:a", "--in-chans", "1"), 5)
+        build_model(resolved("--model", f"{tmp_path / 'net.py'}:a", "--in-chans", "1"), 5)
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import numpy
 import pytest
 from PIL import Image
 
-import config
 import data
 from errors import ImageError
 from scripts import check, prepare
+from settings import config
 from tests import fuzz
 from tests.exports import refused
 from tests.images import FILES, encoded, write_images

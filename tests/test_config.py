@@ -8,9 +8,8 @@ import pytest
 import torch
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 
-import config
-import options
 from errors import UserError
+from settings import config, options
 
 DATA = ["--data-path", "images"]
 

@@ -7,13 +7,12 @@ import timm
 import torch
 from torch import nn
 
-import config
-import models
-import optim
 from checkpointing.archive import load_checkpoint
-from custom import code
 from errors import UserError
+from models import optim
+from models.build import build_model
 from scripts.trained import open_trained
+from settings import config, custom_code
 from tests.images import write_images
 from tests.ranks import REPOSITORY
 from tests.started import refused, run_train
@@ -80,17 +79,17 @@ def trained(net, tmp_path):
 
 def build(*argv, num_classes=3):
     args = config.parse_args(["--synthetic", *SIZES, *map(str, argv)]).replaced(distributed=False)
-    return models.build_model(args, num_classes)
+    return build_model(args, num_classes)
 
 
 def test_keyword_arguments_are_python_literals_or_text():
     texts = ["a=1", "b=1e-3", "c=(1, 2)", "d=None", "e=gelu", "f='None'", "g=", "h=x=y", "i=[True]"]
-    assert code.parse_kwargs(texts) == {
+    assert custom_code.parse_kwargs(texts) == {
         "a": 1, "b": 1e-3, "c": (1, 2), "d": None, "e": "gelu", "f": "None", "g": "", "h": "x=y", "i": [True],
     }  # fmt: skip
     for text in ("a", "=1", "a b=1", "--lr=1", "a=1 a=2"):
         with pytest.raises(UserError, match=r"expected KEY=VALUE|given twice"):
-            code.parse_kwargs(text.split(" ") if "=" in text[:2] else [text])
+            custom_code.parse_kwargs(text.split(" ") if "=" in text[:2] else [text])
 
 
 def test_they_reach_the_function_that_builds():
@@ -173,7 +172,7 @@ def test_no_file_has_code_run(net, trained, tmp_path):
     words = "is run only where the command line names it"
     refused(run_train(tmp_path, *argv, "--test-only", "--resume", out / "checkpoint.pth"), words)
     refused(run_train(tmp_path, *argv, "--recipe", out / "recipe.toml", "--overwrite"), words)
-    for other in ("resnet18", f"{REPOSITORY}/models.py:tiny"):
+    for other in ("resnet18", f"{REPOSITORY}/models/build.py:tiny"):
         ran = run_train(tmp_path, *argv, "--model", other, "--test-only", "--resume", out / "checkpoint.pth")
         refused(ran, "--model is", "tiny")
     with pytest.raises(UserError, match=words):
@@ -190,4 +189,4 @@ def test_files_are_run_in_one_place():
     trees = {str(path.relative_to(REPOSITORY)): ast.parse(path.read_text()) for path in SOURCES}
     names = ("exec_module", "run_path", "run_module", "load_module", "SourceFileLoader")
     calls = [name for name, tree in trees.items() for node in ast.walk(tree) if getattr(node, "attr", None) in names]
-    assert calls == ["custom/code.py"]
+    assert calls == ["settings/custom_code.py"]

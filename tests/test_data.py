@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
-import config
 import data
 import train
 from distributed import collectives
@@ -18,9 +17,10 @@ from errors import ImageError, UserError
 from loading.forms import open_source
 from loading.source import Subset, minival_numbers, without
 from monitoring import preview
-from options import get_args_parser
 from presets import ClassificationPresetTrain
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
+from settings import config
+from settings.options import get_args_parser
 from tests.images import pack_classes, write_images
 from tests.ranks import run_ranks
 

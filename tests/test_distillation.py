@@ -7,11 +7,11 @@ import timm
 import torch
 from torch import nn
 
-import config
-import metrics
 from checkpointing.archive import load_checkpoint
 from errors import UserError
-from metrics import build_teacher
+from models.losses import AuxiliaryLoss
+from models.teacher import Distillation, build_teacher
+from settings import config
 from tests.endings import differing
 from tests.images import write_images
 from tests.ranks import REPOSITORY
@@ -70,7 +70,7 @@ def test_the_loss_is_deits(is_soft, alpha, temperature, has_token, is_mixed, smo
     student, teacher = (two_heads() if has_token else one_head()), one_head().eval()
     base = nn.CrossEntropyLoss(label_smoothing=smoothing)
     rule = {"is_soft": is_soft, "alpha": alpha, "temperature": temperature}
-    criterion = metrics.Distillation(base, teacher, student, **rule)
+    criterion = Distillation(base, teacher, student, **rule)
     image = torch.randn(6, 3, 4, 4)
     target = mixed_targets(6) if is_mixed else torch.tensor([0, 1, 2, 3, 4, 0])
     output = student(image)
@@ -87,7 +87,7 @@ def test_an_evaluation_knows_no_teacher():
     torch.manual_seed(0)
     student, teacher = one_head(), one_head()
     teacher.register_forward_hook(lambda *_: pytest.fail("the teacher is asked"))
-    criterion = metrics.Distillation(nn.CrossEntropyLoss(), teacher, student.eval())
+    criterion = Distillation(nn.CrossEntropyLoss(), teacher, student.eval())
     image, target = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 3])
     with torch.inference_mode():
         output = student(image)
@@ -97,7 +97,7 @@ def test_an_evaluation_knows_no_teacher():
 def test_a_compiled_student_is_taught_on_its_own_images():
     torch.manual_seed(0)
     student, teacher = one_head(), one_head().eval()
-    criterion = metrics.Distillation(nn.CrossEntropyLoss(), teacher, student)
+    criterion = Distillation(nn.CrossEntropyLoss(), teacher, student)
     student.compile(backend="eager", dynamic=False)
     for number in range(3):
         image, target = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 3])
@@ -113,7 +113,7 @@ def test_an_auxiliary_classifier_learns_the_targets_alone():
     main, auxiliary, image = torch.randn(4, NUM_CLASSES), torch.randn(4, NUM_CLASSES), torch.randn(4, 3, 4, 4)
     teacher, target, student = one_head().eval(), torch.tensor([0, 1, 2, 3]), nn.Identity()
     cross_entropy = nn.functional.cross_entropy
-    criterion = metrics.Distillation(metrics.AuxiliaryLoss(nn.CrossEntropyLoss(), 0.3), teacher, student, alpha=0.25)
+    criterion = Distillation(AuxiliaryLoss(nn.CrossEntropyLoss(), 0.3), teacher, student, alpha=0.25)
     student(image)
     expected = 0.75 * (cross_entropy(main, target) + 0.3 * cross_entropy(auxiliary, target))
     expected += 0.25 * cross_entropy(main, teacher(image).argmax(1))
@@ -165,7 +165,7 @@ def test_a_teacher_that_cannot_be_used_is_one_line(taught, tmp_path):
     refuse("bare.pth", "does not say of which model it is", timm.create_model("test_resnet").state_dict())
     state = torch.load(taught.teacher, weights_only=True)
     refuse("swapped.pth", "class 1 is class2", {**state, "data": {"classes": ["class0", "class2", "class1"]}})
-    refuse("code.pth", "the command line names it", {**state, "args": {"model": f"{REPOSITORY}/models.py:build"}})
+    refuse("code.pth", "the command line names it", {**state, "args": {"model": f"{REPOSITORY}/models/build.py:build"}})
     seven = {"model": timm.create_model("test_resnet", num_classes=7).state_dict(), "arch": "timm/test_resnet"}
     refuse(str(taught.teacher), "of --mean 0.485 0.456 0.406", more=["--mean", "0.4", "0.4", "0.4"])
     refuse("seven.pth", "scores 7 classes and the images are of 3", seven)

@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
-import config
 from data import IndexedImageFolder
 from errors import UserError
 from loading.source import Source
 from metrics import bootstrap_interval, calibration_error, rank_classes
-from models import build_model
+from models.build import build_model
 from scripts import evaluate
 from scripts.evaluate import ImageSet, number_classes
 from scripts.trained import open_trained
+from settings import config
 from tests.endings import read_metrics
 from tests.images import pack_whole, write_images
 from tests.ranks import Outcome, run_ranks, tool_rank

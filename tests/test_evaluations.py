@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-import config
 from run import is_evaluated_after
+from settings import config
 from tests.endings import differing, read_metrics
 from tests.runs import FLAG, Runs, assert_same
 from tests.started import SMALL, refused, run_train

@@ -5,10 +5,9 @@ import re
 import pytest
 import torch
 
-import config
 from checkpointing.archive import load_checkpoint
-from custom import code
-from options import BY_NAME
+from settings import config, custom_code
+from settings.options import BY_NAME
 from tests.endings import read_metrics
 from tests.ranks import REPOSITORY
 from tests.started import refused, run_train
@@ -277,8 +276,8 @@ def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_pat
 def test_a_file_of_several_options_is_run_once(mine):
     mine.write_text(SAME + "\nopen(__file__ + '.ran', 'a').write('x')\n")
     args = config.parse_args(["--synthetic", "--opt", f"{mine}:sgd", "--criterion", f"{mine}:smooth"])
-    code.check_code(args)
-    assert code.load_function("opt", args).__module__ == code.load_function("criterion", args).__module__
+    custom_code.check_code(args)
+    assert custom_code.load_function("opt", args).__module__ == custom_code.load_function("criterion", args).__module__
     assert mine.with_name("mine.py.ran").read_text() == "x"
 
 

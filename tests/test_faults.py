@@ -69,7 +69,7 @@ def count_threads(folder):
 
 def test_loader_processes_are_forked_before_there_are_other_threads(runs, tmp_path):
     """A thread may hold a lock at the fork; also where a resumed run begins with the evaluation."""
-    stop = [(1, "models.ExponentialMovingAverage.forward", 1, "before", TERM)]
+    stop = [(1, "models.ema.ExponentialMovingAverage.forward", 1, "before", TERM)]
     runs.run("forks", 2, "--workers", 2, faults=stop).check()
     runs.run("forks", 2, "--workers", 2, prepare=(count_threads, str(tmp_path))).check()
     for rank in "01":

@@ -9,16 +9,16 @@ import zipfile
 import pytest
 import torch
 
-import config
 import errors
-import models
-import optim
 from checkpointing.archive import load_checkpoint, read_checkpoint
 from checkpointing.schema import FORMAT, check_schema
 from checkpointing.weights import load_weights
 from errors import UserError
-from options import BY_NAME
+from models import optim
+from models.build import build_model, check_model
 from scripts.trained import open_trained
+from settings import config
+from settings.options import BY_NAME
 from tests import fuzz
 from tests.ranks import module_rank, run_ranks
 from tests.runs import state_at
@@ -194,11 +194,11 @@ def test_a_size_that_a_model_cannot_take_is_refused_before_it_is_used(model, siz
     args = config.parse_args(["--synthetic", "--model", model, *sizes, "--batch-size", "2"])
     if is_refused:
         with pytest.raises(UserError, match=f"--model {model} cannot .* --(train|val)-crop-size {size}") as error:
-            models.check_model(args)
+            check_model(args)
         assert error.value.exit_code == 2
         return
-    models.check_model(args)
-    models.build_model(args, 4)(torch.zeros(2, 3, size, size))
+    check_model(args)
+    build_model(args, 4)(torch.zeros(2, 3, size, size))
 
 
 REFUSED = {
@@ -211,7 +211,7 @@ REFUSED = {
 @pytest.mark.parametrize("argv", REFUSED)
 def test_every_size_of_an_epoch_and_a_batch_counts(argv):
     with pytest.raises(UserError, match=REFUSED[argv]):
-        models.check_model(config.parse_args(["--synthetic", *argv.split()]))
+        check_model(config.parse_args(["--synthetic", *argv.split()]))
 
 
 def test_names_that_no_recipe_can_hold_are_refused():

@@ -7,15 +7,16 @@ import torch
 import torchvision
 from torch import nn
 
-import config
 import data
-import metrics
-import models
-import optim
 import train
 from checkpointing.archive import load_checkpoint
+from models import optim
+from models.build import build_scaler, place_model
+from models.ema import build_ema
+from models.losses import build_criterion
 from run import Run
 from sampler import EvalSampler, TrainSampler, VirtualShards
+from settings import config
 from tests.ranks import run_ranks, train_rank
 from tests.runs import run_of
 
@@ -127,7 +128,7 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
     device = torch.device(args.device)
     torch.manual_seed(0)
     model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
-    model = models.place_model(model, args, device)
+    model = place_model(model, args, device)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     loader = build_loader(args, device, num_steps * args.global_batch_size)
 
@@ -141,8 +142,8 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
 
     run = run_of(args, tmp_path, model, optimizer, loader.loader.sampler, device, Watched)
     train.train_one_epoch(
-        model, criterion or metrics.build_criterion(args), optimizer, loader, device, 0, args,
-        models.build_ema(args, model), models.build_scaler(args, device), run,
+        model, criterion or build_criterion(args), optimizer, loader, device, 0, args,
+        build_ema(args, model), build_scaler(args, device), run,
     )  # fmt: skip
     return run.state.step
 

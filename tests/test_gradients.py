@@ -1,4 +1,4 @@
-"""gradients.py: the pairwise order of sums, and what surrounds a shard."""
+"""models/gradients.py: the pairwise order of sums, and what surrounds a shard."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torchvision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradients import PairwiseGradientSum, ShardedStep
+from models.gradients import PairwiseGradientSum, ShardedStep
 from sampler import VirtualShards
 from tests.ranks import run_ranks
 

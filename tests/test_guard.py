@@ -4,11 +4,10 @@ import types
 
 import pytest
 
-import config
-import options
 from checkpointing import guard
 from errors import UserError
-from options import BY_NAME
+from settings import config, options
+from settings.options import BY_NAME
 
 FREE = {name for name, option in BY_NAME.items() if option.resume in (options.FREE, options.SILENT)}
 BITS = ["--use-deterministic-algorithms"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-import config
 from distributed.launch import first_slurm_host, read_launch
 from errors import UserError
+from settings import config
 
 
 @pytest.mark.parametrize(

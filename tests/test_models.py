@@ -1,4 +1,4 @@
-"""models.py: what is built, averages, classifiers, and weights with other heads."""
+"""models/build.py: what is built, averages, classifiers, and weights with other heads."""
 
 from contextlib import nullcontext
 
@@ -6,23 +6,33 @@ import pytest
 import timm
 import torch
 import torchvision
-from timm.loss import BinaryCrossEntropy
+from timm import loss as timms
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-import config
 import metrics
-import models
-import optim
 from checkpointing.published import resolve_weights
 from checkpointing.weights import Weights
 from errors import UserError
+from models import optim
+from models.build import (
+    AUXILIARY_WEIGHTS,
+    FlipAverage,
+    build_model,
+    build_without_memory,
+    classifier_layers,
+    load_matching,
+    set_training_mode,
+)
+from models.ema import ExponentialMovingAverage, build_ema
+from models.losses import BinaryCrossEntropy, build_criterion
+from settings import config
 
 
 def test_the_average_is_torchs_averaged_model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    ours = models.ExponentialMovingAverage(model, decay=0.9)
+    ours = ExponentialMovingAverage(model, decay=0.9)
     theirs = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)
     for _ in range(5):
         model(torch.randn(8, 4))
@@ -44,7 +54,7 @@ def test_the_average_is_torchs_averaged_model():
 def test_a_reset_average_starts_as_a_copy(reset):
     """Also as torchvision's loop resets it."""
     model = nn.Linear(2, 2)
-    average = models.ExponentialMovingAverage(model, decay=0.9)
+    average = ExponentialMovingAverage(model, decay=0.9)
     average.update_parameters(model)
     reset(average)
     with torch.no_grad():
@@ -57,15 +67,15 @@ def test_the_decay_is_adjusted_as_torchvision_adjusts_it():
     argv = ["--synthetic", "--model-ema", "--model-ema-decay", "0.9999", "--model-ema-steps", "32", "--epochs", "600"]
     args = config.parse_args([*argv, "--global-batch-size", "1024"])
     # world size x batch size x steps / epochs = 1024 x 32 / 600; alpha = 1 - decay, times that
-    assert models.build_ema(args, nn.Linear(1, 1)).decay == 1 - (1 - 0.9999) * (1024 * 32 / 600)
-    assert models.build_ema(args.replaced(model_ema_decay=0.0), nn.Linear(1, 1)).decay == 0.0
+    assert build_ema(args, nn.Linear(1, 1)).decay == 1 - (1 - 0.9999) * (1024 * 32 / 600)
+    assert build_ema(args.replaced(model_ema_decay=0.0), nn.Linear(1, 1)).decay == 0.0
 
 
 def test_first_weights_depend_on_the_seed_alone():
     def weights(seed, drawn):
         torch.rand(drawn)
         args = config.parse_args(["--synthetic", "--model", "squeezenet1_1", "--seed", str(seed)])
-        return models.build_model(args, 10).state_dict()["classifier.1.weight"]
+        return build_model(args, 10).state_dict()["classifier.1.weight"]
 
     assert torch.equal(weights(0, 1), weights(0, 5))
     assert not torch.equal(weights(0, 1), weights(1, 1))
@@ -76,7 +86,7 @@ def load(name, weights, num_classes):
         return torchvision.models.get_model(name, num_classes=number)
 
     model = build(num_classes)
-    models.load_matching(model, weights, "w.pth", build, num_classes)
+    load_matching(model, weights, "w.pth", build, num_classes)
     return model
 
 
@@ -106,7 +116,7 @@ def test_weights_whose_inputs_are_of_another_range_are_refused(options, kwargs, 
     weights = Weights(torchvision.models.googlenet(aux_logits=True, init_weights=False).state_dict())
     weights.options, weights.kind = options, "a state dict"
     with pytest.raises(UserError, match=refusal) if refusal else nullcontext():
-        models.build_model(args, 1000, weights)
+        build_model(args, 1000, weights)
 
 
 def test_a_head_of_another_size_is_left_out_and_the_rest_loaded(capsys):
@@ -140,7 +150,7 @@ def test_auxiliary_classifiers_count_in_training():
         args = config.parse_args(
             ["--synthetic", "--model", name, "--label-smoothing", "0.1", "--train-crop-size", str(size)]
         )
-        model, criterion = models.build_model(args, 4), metrics.build_criterion(args)
+        model, criterion = build_model(args, 4), build_criterion(args)
         image, target = torch.randn(2, 3, size, size), torch.tensor([1, 3])
         torch.manual_seed(0)
         output = model(image)
@@ -158,21 +168,21 @@ def changed_by_a_step(model, args, image):
     """Return the names of the parameters and buffers that a step changes."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
-    models.set_training_mode(model)
-    metrics.build_criterion(args)(model(image), torch.arange(len(image))).backward()
+    set_training_mode(model)
+    build_criterion(args)(model(image), torch.arange(len(image))).backward()
     optimizer.step()
     return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
 
 
 def test_a_frozen_model_trains_its_classifier_alone_and_keeps_its_statistics():
     args = config.parse_args(["--synthetic", "--freeze", "--model", "resnet18", "--wd", "0.1"])
-    model = models.build_model(args, 4)
+    model = build_model(args, 4)
     assert changed_by_a_step(model, args, torch.randn(4, 3, 32, 32)) == {"fc.weight", "fc.bias"}
 
 
 def test_below_a_layer_nothing_changes_and_from_it_on_everything_does():
     args = config.parse_args(["--synthetic", "--freeze-below", "layer3.1", "--model", "resnet18", "--lr", "1"])
-    model = models.build_model(args, 4)
+    model = build_model(args, 4)
     above = {name for name in model.state_dict() if name.startswith(("layer3.1", "layer4", "fc"))}
     assert changed_by_a_step(model, args, torch.randn(4, 3, 64, 64)) == above
 
@@ -190,9 +200,9 @@ def test_layers_before_the_named_one_are_frozen_in_the_order_of_the_model(model,
     args = config.parse_args(["--synthetic", "--model", model, "--freeze-below", layer])
     if words:
         with pytest.raises(UserError, match=words):
-            models.build_without_memory(args, 4)
+            build_without_memory(args, 4)
         return
-    trained = {name: each.requires_grad for name, each in models.build_without_memory(args, 4).named_parameters()}
+    trained = {name: each.requires_grad for name, each in build_without_memory(args, 4).named_parameters()}
     names = list(trained)
     assert [name for name in names if trained[name]] == names[names.index(first) :]
 
@@ -204,20 +214,18 @@ def test_layers_before_the_named_one_are_frozen_in_the_order_of_the_model(model,
 ])  # fmt: skip
 def test_the_classifier_is_found_and_no_inner_layer_of_as_many_outputs(model, ends):
     for num_classes in (37, 768, 1024):
-        options = {"init_weights": False} if model in models.AUXILIARY_WEIGHTS else {}
+        options = {"init_weights": False} if model in AUXILIARY_WEIGHTS else {}
         with torch.device("meta"):
             built = torchvision.models.get_model(model, num_classes=num_classes, **options)
-        assert models.classifier_layers(built, num_classes) == ends
+        assert classifier_layers(built, num_classes) == ends
 
 
 def test_stochastic_depth_and_dropout_are_overridden():
     argv = ["--synthetic", "--model", "convnext_tiny", "--stochastic-depth", "0.3"]
     with torch.device("meta"):
-        model = models.build_model(config.parse_args(argv), 10)
+        model = build_model(config.parse_args(argv), 10)
         default = torchvision.models.convnext_tiny()
-        mobile = models.build_model(
-            config.parse_args(["--synthetic", "--model", "mobilenet_v2", "--dropout", "0.7"]), 10
-        )
+        mobile = build_model(config.parse_args(["--synthetic", "--model", "mobilenet_v2", "--dropout", "0.7"]), 10)
     odds = [[m.p for m in net.modules() if isinstance(m, torchvision.ops.StochasticDepth)] for net in (model, default)]
     assert max(odds[0]) == pytest.approx(0.3)
     assert odds[0] == pytest.approx([p * 3 for p in odds[1]])  # 0.1 by default
@@ -228,14 +236,14 @@ def test_flip_averages_an_image_and_its_mirror_image():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
     image = torch.randn(2, 3, 2, 2)
     mirrored = image[..., [1, 0]]
-    assert torch.equal(models.FlipAverage(model)(image), (model(image) + model(mirrored)) / 2)
+    assert torch.equal(FlipAverage(model)(image), (model(image) + model(mirrored)) / 2)
 
 
 def test_timms_models_come_from_timm():
     argv = ["--synthetic", "--model", "timm/resnet10t", "--stochastic-depth", "0.2", "--norm-weight-decay", "0"]
     args = config.parse_args(argv)
     with torch.device("meta"):
-        model = models.build_model(args, 7)
+        model = build_model(args, 7)
         expected = timm.create_model("resnet10t", num_classes=7, drop_path_rate=0.2)
     assert str(model) == str(expected)
     assert len(optim.build_parameter_groups(args, model)) == 2
@@ -247,19 +255,19 @@ def test_timms_heads_are_those_whose_shapes_depend_on_the_classes(name):
         one, other = (timm.create_model(name, num_classes=number) for number in (37, 41))
     shapes = {key: value.shape for key, value in other.state_dict().items()}
     expected = {key.rpartition(".")[0] for key, value in one.state_dict().items() if value.shape != shapes[key]}
-    assert set(models.classifier_layers(one, 37)) == expected
+    assert set(classifier_layers(one, 37)) == expected
 
 
 def test_a_model_without_a_classifier_is_refused():
     with pytest.raises(UserError, match="no layer at its end"):
-        models.classifier_layers(nn.Sequential(nn.Linear(4, 4)), 3)
+        classifier_layers(nn.Sequential(nn.Linear(4, 4)), 3)
 
 
 def test_both_heads_of_a_distilled_model_are_replaced_and_trained(capsys):
     weights = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=5, depth=1).state_dict()
     argv = ["--model", "timm/deit_tiny_distilled_patch16_224", "--model-kwargs", "depth=1", "--weights", "w.pth"]
     args = config.parse_args(["--synthetic", *argv, "--freeze", "--lr", "0.1"])
-    model = models.build_model(args, 3, weights)
+    model = build_model(args, 3, weights)
     assert "classifier of 5 classes left out, starting a new one of 3 (head, head_dist)" in capsys.readouterr().out
     assert torch.equal(model.state_dict()["blocks.0.mlp.fc1.weight"], weights["blocks.0.mlp.fc1.weight"])
     changed = changed_by_a_step(model, args, torch.randn(2, 3, 224, 224))
@@ -275,7 +283,7 @@ def test_binary_cross_entropy_is_timms_in_any_type(dtype, threshold):
     one_hot = nn.functional.one_hot
     soft = one_hot(classes, 10) * shares + one_hot(classes + 1, 10) * (1 - shares)
     # timm's of float32 logits and targets of that type: nothing is rounded but the logits themselves.
-    ours, theirs = metrics.BinaryCrossEntropy(0.1, threshold), BinaryCrossEntropy(0.1, threshold)
+    ours, theirs = BinaryCrossEntropy(0.1, threshold), timms.BinaryCrossEntropy(0.1, threshold)
     torch.testing.assert_close(ours(logits, classes), theirs(logits.float(), classes))
     smoothed = soft * 0.9 + 0.01  # timm's mixing does it
     torch.testing.assert_close(ours(logits, soft), theirs(logits.float(), smoothed))
@@ -284,5 +292,5 @@ def test_binary_cross_entropy_is_timms_in_any_type(dtype, threshold):
 
 
 def test_a_target_just_above_the_threshold_counts_in_bfloat16():
-    loss = metrics.BinaryCrossEntropy(0.0, 0.2)(torch.zeros(1, 1, dtype=torch.bfloat16) + 3, torch.tensor([[0.2005]]))
+    loss = BinaryCrossEntropy(0.0, 0.2)(torch.zeros(1, 1, dtype=torch.bfloat16) + 3, torch.tensor([[0.2005]]))
     assert loss.item() == pytest.approx(0.04858735)  # log(1 + exp(-3)): the class is there

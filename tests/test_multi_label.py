@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score
 
-import config
 import data
 import metrics
 from errors import UserError
 from loading.forms import open_source
+from settings import config
 from tests.exports import run_tool
 from tests.started import refused, run_train
 

@@ -14,12 +14,11 @@ import torchvision
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 
-import config
 import metrics
-import optim
-import options
 import presets
 from errors import UserError
+from models import optim
+from settings import config, options
 from tests.endings import differing, flatten
 from tests.started import SMALL, run_train
 

@@ -9,12 +9,10 @@ import pytest
 import torch
 import torchvision
 
-import config
-import options
-import other_scripts
 from checkpointing.published import resolve_weights
 from errors import UserError, find_timm_config
-from optim import lr_at
+from models.optim import lr_at
+from settings import config, options, other_scripts
 
 # All flags of timm's train.py, of 2022 and of 2026, with a value each.
 TIMMS = (

@@ -16,17 +16,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler
 
-import config
 import data
-import gradients
-import metrics
-import models
-import optim
 import train
 from errors import UserError
+from models import gradients, optim
+from models.build import build_model, build_scaler, place_model, set_grad_checkpointing, set_up_device
+from models.ema import ExponentialMovingAverage, build_ema
+from models.losses import build_criterion
 from monitoring.monitor import read_records
 from run import BareRun, Run
 from sampler import TrainSampler, VirtualShards
+from settings import config
 from tests.endings import differing
 from tests.ranks import run_ranks, torchrun_environment, train_rank
 from tests.runs import FLAG, Runs, assert_same, run_of
@@ -57,7 +57,7 @@ def random_batches(count, batch_size=32, size_px=32):
 
 def losses_of(args, batches, model=None):
     """Train a step on each batch as a run with these options does; return the losses and the model."""
-    model = models.place_model(small_model().to(batches[0][0].dtype) if model is None else model, args, CPU)
+    model = place_model(small_model().to(batches[0][0].dtype) if model is None else model, args, CPU)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     found = []
 
@@ -66,7 +66,7 @@ def losses_of(args, batches, model=None):
             found.append(loss.detach())
 
     train.train_one_epoch(
-        model, nn.CrossEntropyLoss(), optimizer, batches, CPU, 0, args, scaler=models.build_scaler(args, CPU),
+        model, nn.CrossEntropyLoss(), optimizer, batches, CPU, 0, args, scaler=build_scaler(args, CPU),
         run=Noted(model, CPU),
     )  # fmt: skip
     return torch.stack(found), model
@@ -142,7 +142,7 @@ def test_amp_computes_in_its_own_type_and_scales_the_loss_in_float16_only():
         args = options(*argv.split())
         train.evaluate_all(args, model, None, nn.CrossEntropyLoss(), {"val": loader}, CPU)
         train.train_one_epoch(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), loader, CPU, 0, args)
-        assert models.build_scaler(args, CPU).is_enabled() == (types[-1] == torch.float16)
+        assert build_scaler(args, CPU).is_enabled() == (types[-1] == torch.float16)
     assert types == [kind for kind in kinds for _ in range(2)]
 
 
@@ -222,7 +222,7 @@ def test_all_ranks_and_a_resumed_run_keep_the_type_of_the_first_rank(tmp_path):
 
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_tf32_governs_convolutions_and_matrix_products(is_allowed):
-    models.set_up_device(options("--tf32" if is_allowed else "--no-tf32").replaced(distributed=False))
+    set_up_device(options("--tf32" if is_allowed else "--no-tf32").replaced(distributed=False))
     assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is is_allowed
     assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is is_allowed
 
@@ -230,7 +230,7 @@ def test_tf32_governs_convolutions_and_matrix_products(is_allowed):
 def test_recomputation_that_cannot_be_is_refused():
     for name in ("vit_b_32", "timm/resnet18", "timm/pit_ti_224"):
         with pytest.raises(UserError, match="--grad-checkpointing"):
-            models.build_model(options("--grad-checkpointing", "--model", name), 3)
+            build_model(options("--grad-checkpointing", "--model", name), 3)
 
 
 def small_vit():
@@ -248,8 +248,8 @@ def test_recomputed_blocks_give_the_same_bits_and_hold_less():
     for is_recomputed in (False, True):
         model = small_vit()
         if is_recomputed:
-            models.set_grad_checkpointing(model, "it")
-        average = models.ExponentialMovingAverage(model, decay=0.5)
+            set_grad_checkpointing(model, "it")
+        average = ExponentialMovingAverage(model, decay=0.5)
         step = gradients.ShardedStep(model, VirtualShards(8, 2), device=CPU)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         kept.clear()
@@ -309,8 +309,8 @@ class Listed(TrainSampler):
 def train_without_reads(args, tmp_path, criterion=None):
     """Run 13 real steps, with the run's hook, forbidding reads but where a line is due; return the steps watched."""
     model = Tiny(10, depth=2)
-    model = models.place_model(model, args, CPU)
-    model_ema = models.build_ema(args, model)
+    model = place_model(model, args, CPU)
+    model_ema = build_ema(args, model)
     shards = VirtualShards(args.global_batch_size, args.num_shards)
     sampler = Listed(13 * args.global_batch_size, shards)
     sampler.keys = list(super(Listed, sampler).__iter__())
@@ -346,8 +346,8 @@ def train_without_reads(args, tmp_path, criterion=None):
     model.register_forward_pre_hook(begin)
     try:
         train.train_one_epoch(
-            model, criterion or metrics.build_criterion(args), optimizer,
-            data.DeviceLoader(loader, CPU, transform, 0), CPU, 0, args, model_ema, models.build_scaler(args, CPU), run,
+            model, criterion or build_criterion(args), optimizer,
+            data.DeviceLoader(loader, CPU, transform, 0), CPU, 0, args, model_ema, build_scaler(args, CPU), run,
         )  # fmt: skip
     finally:
         end()
@@ -411,7 +411,7 @@ def test_compiled_in_bfloat16_killed_and_resumed_same_bits(runs):
 def test_the_memory_order_of_restored_momenta_is_the_parameters():
     optimizers = []
     for argv in ([], ["--channels-last"]):
-        model = models.place_model(nn.Conv2d(3, 4, 3), options(*argv), CPU)
+        model = place_model(nn.Conv2d(3, 4, 3), options(*argv), CPU)
         optimizer = optim.build_optimizer(options(), [{"params": list(model.parameters()), "weight_decay": 0.0}])
         model(torch.randn(2, 3, 5, 5)).sum().backward()
         optimizer.step()

@@ -12,14 +12,14 @@ from PIL import Image
 from torch.nn import functional as F
 from torchvision import transforms
 
-import config
 import data
-import models
 from checkpointing.archive import load_checkpoint
 from checkpointing.published import complete_options, settle_preprocessing
 from checkpointing.weights import BARE, Weights
 from errors import UserError
+from models.build import check_model, items
 from scripts.trained import open_trained
+from settings import config
 from tests.exports import refused as refused_tool
 from tests.exports import run_tool
 from tests.images import write_images
@@ -66,7 +66,7 @@ def made(tmp_path_factory):
     exec(SOURCE, own)
     built = {"timm": timm.create_model("tiny_test", num_classes=3), "own": own["odd"](3)}
     models = {name: settled(model, generator) for name, model in built.items()}
-    for name, model in models.items():
+    for name, model in items():
         torch.save(model.state_dict(), folder / f"{name}.pth")
     return folder, models
 
@@ -289,7 +289,7 @@ def test_timms_models_are_given_images_as_timms_config_says():
         assert f"as timm configures timm/{name}" in notes[0]
     args, _ = taken("--model", "timm/vit_base_patch16_clip_224.openai")  # the tag's, and not the default's
     assert args.mean == list(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai").mean) != [0.5] * 3
-    models.check_model(args.replaced(distributed=False))
+    check_model(args.replaced(distributed=False))
     args, _ = taken("--model", VIT, "--mean", "0.1", "0.2", "0.3", "--val-crop-size", "96")
     assert (args.mean, args.std) == ([0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
     assert (args.val_crop_size, args.val_resize_size, args.train_crop_size) == (96, 101, 224)  # 96 / 0.95
@@ -325,5 +325,5 @@ def test_a_resumed_run_and_an_evaluation_take_the_checkpoints(tmp_path):
 def test_a_model_or_a_size_that_it_cannot_take_is_refused(argv, words):
     args = config.parse_args(["--synthetic", *argv.split()]).replaced(distributed=False)
     with pytest.raises(UserError, match=words) as refusal:
-        models.check_model(args)
+        check_model(args)
     assert "\n" not in str(refusal.value)

@@ -11,10 +11,10 @@ from torchvision import transforms as tv
 from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.functional import pil_to_tensor
 
-import config
 import data
 import presets
 from randomness import Draws, TorchDraws, seed_host, unit
+from settings import config
 from tests.images import encoded, picture
 
 SIZES = [(67, 45), (33, 80), (50, 50), (19, 24)]  # width, height; the last is smaller than the crop

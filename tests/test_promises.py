@@ -19,9 +19,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-import config
 import data
 import train
+from settings import config
 from tests.archives import tar_of
 from tests.endings import Ending
 from tests.exports import run_tool

@@ -13,14 +13,15 @@ import torchvision
 from torch import nn
 from torchvision.transforms import autoaugment
 
-import config
 import data
-import metrics
-import models
-import optim
 import presets
 from errors import UserError
+from models import optim
+from models.build import build_without_memory
+from models.ema import build_ema
+from models.losses import build_criterion
 from monitoring import preview
+from settings import config
 from tests.images import pack_shards
 from tests.ranks import run_ranks, some_slow, train_rank
 from tests.started import refused, run_train
@@ -125,7 +126,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
         assert value is True if text is True else value == type(value)(text), name
 
     args = args.replaced(distributed=False, global_batch_size=8 * args.batch_size, device="cpu")
-    model = models.build_without_memory(args, 1000)
+    model = build_without_memory(args, 1000)
     with monkeypatch.context() as patch:  # memory that is not drawn to is never there
         for draw in ("kaiming_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "xavier_uniform_"):
             patch.setattr(nn.init, draw, lambda tensor, *_, **__: tensor)
@@ -145,7 +146,7 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
     assert type(optimizer) is OPTIMIZERS[said.get("opt", "sgd")]
     assert optimizer.defaults["lr"] == float(said.get("lr", 0.1))
 
-    criterion = metrics.build_criterion(args)
+    criterion = build_criterion(args)
     criterion = criterion.criterion if said["model"] == "inception_v3" else criterion
     assert criterion.label_smoothing == float(said.get("label-smoothing", 0))
     train, _ = presets.build_presets(args)
@@ -350,7 +351,7 @@ def average_of(args):
 def test_averages_move_as_the_source_says(name):
     args = options_by_name(name)
     model = nn.Linear(3, 2)
-    ours = models.build_ema(args, model)
+    ours = build_ema(args, model)
     if args.model_ema_adjust:
         share = 2e-5 * args.global_batch_size * 32 / args.epochs  # torchvision's defaults, which all its recipes have
         expected = 1 - min(1, share)
@@ -394,7 +395,7 @@ def test_losses_are_the_sources(name, share):
     args = options_by_name(name)
     generator = torch.Generator().manual_seed(0)
     output, target = torch.randn(6, 10, generator=generator) * 3, torch.tensor([3, 1, 4, 1, 5, 9])
-    criterion = metrics.build_criterion(SimpleNamespace(**{**vars(args), "model": "resnet18"}))
+    criterion = build_criterion(SimpleNamespace(**{**vars(args), "model": "resnet18"}))
     mixed = share * nn.functional.one_hot(target, 10) + (1 - share) * nn.functional.one_hot(target.roll(1), 10)
     expected = references_loss(args, output, target, share)
     assert float(criterion(output, mixed)) == pytest.approx(float(expected), rel=1e-5)

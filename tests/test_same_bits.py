@@ -58,7 +58,7 @@ KILLS = {
     "right after a save inside an epoch": ("checkpointing.store.CheckpointManager.save", 1, "after"),
     "at a boundary, before its save": ("torch.optim.SGD.step", 3, "after"),
     "at a boundary, before the first evaluation": ("checkpointing.store.CheckpointManager.save", 2, "after"),
-    "during evaluation": ("models.ExponentialMovingAverage.forward", 2, "before"),
+    "during evaluation": ("models.ema.ExponentialMovingAverage.forward", 2, "before"),
     "between the result and its save": ("checkpointing.store.CheckpointManager.save", 3, "before"),
     "after the result's save": ("checkpointing.store.CheckpointManager.save", 3, "after"),
     "in the middle of a save": ("os.replace", 8, "before"),

@@ -9,19 +9,19 @@ import torchvision
 from PIL import Image
 from torchvision.models import list_models
 
-import config
 import data
-import metrics
-import models
-import optim
 import train
 from checkpointing import guard
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import RunState
 from checkpointing.schema import check_schema
+from models import optim
+from models.build import build_model
+from models.losses import build_criterion
 from presets import ClassificationPresetTrain, ProgressivePreset, TimmPolicy
 from randomness import seed_host
 from sampler import TrainSampler, VirtualShards
+from settings import config
 from tests.endings import differing, flatten
 from tests.ranks import some_slow
 
@@ -70,12 +70,12 @@ def step_save_and_resume(name, tmp_path):
     size = SIZES.get(name, 64)
     argv = f"--synthetic 8 --model {name} --device cpu --workers 0 --lr 0.01 --batch-size 2".split()
     args = config.parse_args([*argv, "--train-crop-size", str(size), "--val-crop-size", str(size)])
-    model = models.build_model(args, 5)
+    model = build_model(args, 5)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     generator = torch.Generator().manual_seed(0)
     loader = [(torch.randn(2, 3, size, size, generator=generator), torch.tensor([1, 3]))]
-    train.train_one_epoch(model, metrics.build_criterion(args), optimizer, loader, torch.device("cpu"), 0, args)
+    train.train_one_epoch(model, build_criterion(args), optimizer, loader, torch.device("cpu"), 0, args)
     moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
     # A ViT's classifier begins at zero, and nothing below it moves yet.
     assert any(moved) if name.startswith("vit_") else sum(moved) > 0.9 * len(moved)

@@ -17,6 +17,7 @@ from torch import nn
 import metrics
 from data import IndexedImageFolder
 from loading.index import ArraySource, encode
+from models.losses import build_criterion, class_weights
 from sampler import TrainSampler, VirtualShards
 from tests.started import refused, run_train
 
@@ -81,8 +82,8 @@ def test_balanced_weights_are_scikit_learns_in_torchs_loss_of_probabilities(smoo
                            label_smoothing=smoothing, bce_target_thresh=None)  # fmt: skip
     data = IndexedImageFolder("", None, source=Uneven(Path()))
     expected = compute_class_weight("balanced", classes=numpy.arange(4), y=LABELS)
-    torch.testing.assert_close(metrics.class_weights(args, data).double().numpy(), expected, rtol=1e-6, atol=0)
-    criterion = metrics.build_criterion(args, data)
+    torch.testing.assert_close(class_weights(args, data).double().numpy(), expected, rtol=1e-6, atol=0)
+    criterion = build_criterion(args, data)
     output, target = torch.randn(16, 4, requires_grad=True), torch.arange(16) % 4
     logs = output.double().log_softmax(1)
     spread = nn.functional.one_hot(target, 4) * (1 - smoothing) + smoothing / 4
@@ -94,7 +95,7 @@ def test_balanced_weights_are_scikit_learns_in_torchs_loss_of_probabilities(smoo
         plain = nn.CrossEntropyLoss(label_smoothing=smoothing)
         assert torch.equal(criterion(output, target), plain(output, target))
     args.bce_loss = True
-    criterion = metrics.build_criterion(args, data)
+    criterion = build_criterion(args, data)
     weight = torch.tensor([(91 - size) / size for size in SIZES])
     torch.testing.assert_close(
         criterion(output, soft),

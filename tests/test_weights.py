@@ -21,13 +21,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision.models.vision_transformer import interpolate_embeddings
 
-import config
-import models
 import utils
 from checkpointing.guard import find_disorder
 from checkpointing.weights import fetch_from_hub, load_weights
 from errors import UserError
+from models.build import build_model
+from models.trained import load_evaluated
 from scripts.trained import open_trained
+from settings import config
 from tests.images import write_images
 from tests.ranks import run_ranks, tool_rank
 from tests.started import SMALL, SMALL_ANYWHERE, Hostile, refused, run_train
@@ -325,7 +326,7 @@ def test_a_run_starts_from_a_checkpoint_of_timms_script(timms):
     assert weights.kind == f"the raw weights of timm/{timms.args.model}, not their average, which --ema takes"
     argv = ["--synthetic", "--model", f"timm/{timms.args.model}", "--weights", str(timms.path)]
     argv += ["--model-kwargs", "depth=1"] if timms.args.model_kwargs else []
-    model = models.build_model(config.parse_args(argv), 3, load_weights(timms.path, is_average=True))
+    model = build_model(config.parse_args(argv), 3, load_weights(timms.path, is_average=True))
     for name, value in timms.average.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
 
@@ -371,11 +372,11 @@ def test_positions_are_resized_as_torchvision_and_timm_do(name, build, size, kwa
     weights, argv = noisy(build()), ["--synthetic", "--model", name, "--weights", "w.pth", "--model-kwargs"]
     argv += [f"{key}={value}" for key, value in kwargs.items()]
     args = config.parse_args([*argv, "--train-crop-size", str(size), "--val-crop-size", str(size)])
-    model = models.build_model(args, 3, dict(weights))
+    model = build_model(args, 3, dict(weights))
     found = {"weights": model.state_dict()}
     average = {f"module.{key}": -value if value.is_floating_point() else value for key, value in weights.items()}
     state = {"model": weights, "model_ema": {"n_averaged": torch.tensor(3), **average}}
-    model_ema = models.load_evaluated(args.replaced(test_only=True, resume="c.pth"), model, state)
+    model_ema = load_evaluated(args.replaced(test_only=True, resume="c.pth"), model, state)
     found |= {"checkpoint": model.state_dict(), "average": model_ema.module.state_dict()}
     resized = [key for key, value in found["weights"].items() if value.shape != weights[key].shape]
     assert resized

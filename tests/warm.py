@@ -17,11 +17,11 @@ import torch.utils.tensorboard
 from PIL import Image, JpegPresets  # noqa: F401
 from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
-import config
-import models
 import train  # noqa: F401
+from models.build import check_model
 from monitoring import pictures
 from scripts import benchmark, check, evaluate, export, pack, predict, prepare  # noqa: F401
+from settings import config
 from tests import crash, faults, images, runs, started  # noqa: F401
 
 # No pool of threads may exist when processes are forked.
@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 # Whether the suite's models take images of their sizes: a fifth of a short run. None of it needs a thread or memory.
 with torch.random.fork_rng([]):
     for options in (started.SMALL, runs.OPTIONS):
-        models.check_model(config.parse_args([*options, "--synthetic"]))
+        check_model(config.parse_args([*options, "--synthetic"]))
 Image.init()
 pictures.draw_grid("", [Image.new("RGB", (1, 1))], [[""]])  # its font
 # A collection in a rank would touch, and so copy, all that is shared with the server: a quarter of a second each.

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from custom.code import load_function
 from errors import UserError, did_you_mean, in_one_line, require_timm
-from options import BY_NAME, split_custom
+from settings.custom_code import load_function
+from settings.options import BY_NAME, split_custom
 
 # torch's and torchvision's normalisation layers, whose weights and biases `--norm-weight-decay` governs.
 _NORM_CLASSES = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm,

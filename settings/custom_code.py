@@ -15,7 +15,7 @@ from typing import Any
 
 from errors import UserError, did_you_mean
 from files import open_to_read
-from options import BY_NAME, WHY_TYPED, split_custom
+from settings.options import BY_NAME, WHY_TYPED, split_custom
 
 # Options that take FILE.py:FUNCTION.
 OWN = ("model", "opt", "criterion", "auto_augment", "lr_scheduler", "metrics", "data_path")

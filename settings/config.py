@@ -12,14 +12,23 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-import options
-import other_scripts
-from custom.code import hash_code, own_code, parse_kwargs
 from distributed.launch import Launch, read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
-from options import ALWAYS, BY_NAME, GROUPS, IF_GIVEN, OPTIONS, STATISTICS, Option, fit_statistics, split_custom
+from settings import options, other_scripts
+from settings.custom_code import hash_code, own_code, parse_kwargs
+from settings.options import (
+    ALWAYS,
+    BY_NAME,
+    GROUPS,
+    IF_GIVEN,
+    OPTIONS,
+    STATISTICS,
+    Option,
+    fit_statistics,
+    split_custom,
+)
 
-RECIPES_DIR = Path(__file__).parent / "recipes"
+RECIPES_DIR = Path(__file__).parents[1] / "recipes"
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -42,7 +42,7 @@ def read_table(module: str, table: str) -> dict[str, dict[str, Any]]:
     They are read from its source text, so that each name has one home and nothing here waits for torch. The tables of
     this name in several classes are one.
     """
-    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((Path(__file__).parents[1] / f"{module}.py").read_text(encoding="utf-8"))
     assigned = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and node.value is not None]
     tables = [node.value for node in assigned if ast.unparse(node.target) == table]
     return {
@@ -52,8 +52,8 @@ def read_table(module: str, table: str) -> dict[str, dict[str, Any]]:
     }
 
 
-SCHEDULES = read_table("optim", "SCHEDULES")
-OPTIMIZERS = read_table("optim", "OPTIMIZERS")
+SCHEDULES = read_table("models/optim", "SCHEDULES")
+OPTIMIZERS = read_table("models/optim", "OPTIMIZERS")
 CURVES = read_table("metrics", "curves")
 MORE_METRICS = [name for name in CURVES if name not in ("loss", "acc1", "acc5")]  # computed where --metrics names them
 POLICIES = read_table("presets", "POLICIES")
@@ -589,7 +589,7 @@ class HelpOnWord(argparse.Action):
         """Print the help, and exit."""
         if word:
             found = [action for action in parser._actions if word in f"{action.option_strings} {action.help}".lower()]
-            page = (Path(__file__).parent / "docs" / "other-scripts.md").read_text()
+            page = (Path(__file__).parents[1] / "docs" / "other-scripts.md").read_text()
             rows = [row for row in page.splitlines() if row.startswith("| `") and word in row.split("|")[1].lower()]
             if not found and not rows:
                 raise UserError(f"--help {word}: no option speaks of it")

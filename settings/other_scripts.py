@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from distributed.launch import read_launch
 from errors import UserError, did_you_mean, find_timm_config
-from options import BY_NAME, defaults
+from settings.options import BY_NAME, defaults
 
 
 class OtherFlag(NamedTuple):
@@ -30,7 +30,7 @@ class OtherFlag(NamedTuple):
 def read_other_flags() -> dict[str, OtherFlag]:
     """Return the flags of other scripts by their names: the table of docs/other-scripts.md."""
     flags = {}
-    for line in (Path(__file__).parent / "docs" / "other-scripts.md").read_text().splitlines():
+    for line in (Path(__file__).parents[1] / "docs" / "other-scripts.md").read_text().splitlines():
         if line.startswith("| `"):
             names, script, here, remark = (cell.strip() for cell in line[1:-1].split("|"))
             for flag in names.replace("`", "").split(", "):

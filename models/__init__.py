@@ -1,0 +1,1 @@
+"""Build a model, its optimizer, its schedule and its loss, and run one training step."""

@@ -1,0 +1,152 @@
+"""Losses: by name, weighted by class, of auxiliary classifiers, and of the user's own."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from errors import UserError, counted, did_you_mean, in_one_line
+from loading.lists import read_table
+from loading.source import count_classes
+from metrics import example_targets
+from models.build import AUXILIARY_WEIGHTS
+from settings.custom_code import load_function
+from transforms import one_hot
+
+
+class BinaryCrossEntropy(nn.Module):
+    """One binary decision for each class (Wightman et al., ResNet strikes back, arXiv 2110.00476).
+
+    Args:
+        label_smoothing: the share of the target that is spread over all classes.
+        target_threshold: targets above it become 1, others 0; None leaves targets as they are.
+        weight: (num_classes,) factors of the terms of positive targets in training, torch's `pos_weight`, or None.
+    """
+
+    def __init__(
+        self, label_smoothing: float = 0.0, target_threshold: float | None = None, weight: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.label_smoothing, self.target_threshold, self.weight = label_smoothing, target_threshold, weight
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over images and classes of (B, num_classes) logits, for (B,) classes or soft targets."""
+        num_classes = output.size(1)
+        if target.ndim == 1:
+            target = one_hot(target, num_classes)
+        # Not in the dtype of autocast, which rounds 0.2005 to 0.2, no longer above a threshold of 0.2.
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
+        target = target.to(output.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
+        if self.target_threshold is not None:
+            target = target.gt(self.target_threshold).to(output.dtype)
+        weight = self.weight if torch.is_grad_enabled() else None  # losses of evaluations are comparable
+        return F.binary_cross_entropy_with_logits(output, target, pos_weight=weight)
+
+
+class WeightedCrossEntropy(nn.Module):
+    """Cross-entropy whose terms are weighted by their classes, in training; a plain one in evaluation.
+
+    It is the mean over images, as torch's for targets that are probabilities, whose sum over a set does not depend on
+    how the set is cut into batches; torch's for class indices divides by the sum of a batch's weights.
+    """
+
+    def __init__(self, label_smoothing: float, weight: Tensor) -> None:
+        super().__init__()
+        self.label_smoothing, self.weight = label_smoothing, weight
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over images of (B, num_classes) scores and (B,) classes or (B, num_classes) soft targets."""
+        weight = self.weight if torch.is_grad_enabled() else None  # losses of evaluations are comparable
+        if target.ndim == 1 and weight is not None:
+            output = output.to(torch.promote_types(output.dtype, torch.float32))
+            target = one_hot(target, output.size(1)).to(output.dtype)
+        return F.cross_entropy(output, target, weight, label_smoothing=self.label_smoothing)
+
+
+def class_weights(args: Any, dataset: Dataset) -> Tensor:
+    """Return (num_classes,) float32 on the device: the weights of `--class-weights` for a training set.
+
+    Balanced ones are images / (classes x images of the class), as scikit-learn's; with `--bce-loss` negatives /
+    positives, as torch's page on `BCEWithLogitsLoss` has it.
+
+    Raises:
+        UserError: the file cannot be read, or does not give one weight above 0 to each class.
+    """
+    if args.class_weights == "balanced":
+        counts = count_classes(dataset.index).clip(min=1)
+        others = (len(dataset) - counts).clip(min=1) if args.bce_loss else len(dataset) / len(counts)
+        return torch.tensor(others / counts, dtype=torch.float32, device=args.device)
+    found = {}
+    with in_one_line(f"--class-weights {args.class_weights}"):
+        for line, row in read_table(Path(args.class_weights), ("class", "weight")):
+            name, weight = str(row["class"]), float(row["weight"])
+            if name not in dataset.classes or name in found:
+                reason = "listed twice" if name in found else f"no class{did_you_mean(name, dataset.classes)}"
+                raise UserError(f"line {line}: {name} is {reason}")
+            if not 1e-6 <= weight <= 1e6:
+                raise UserError(f"line {line}: the weight is {weight:g}; expected 0.000001 to 1,000,000")
+            found[name] = weight
+        if missing := [name for name in dataset.classes if name not in found]:
+            raise UserError(f"it lacks {counted(len(missing), 'class')}, such as {missing[0]}; give each a weight")
+    return torch.tensor([found[name] for name in dataset.classes], dtype=torch.float32, device=args.device)
+
+
+class AuxiliaryLoss(nn.Module):
+    """Add the losses of auxiliary classifiers, whose scores GoogLeNet and Inception v3 return after the main ones.
+
+    `criterion` is the loss of one classifier, and `weight` that of each auxiliary one's loss.
+    """
+
+    def __init__(self, criterion: nn.Module, weight: float) -> None:
+        super().__init__()
+        self.criterion, self.weight = criterion, weight
+
+    def forward(self, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """Return the loss of (B, num_classes) scores, or of a tuple of main and auxiliary scores."""
+        if isinstance(output, Tensor):  # in evaluation
+            return self.criterion(output, target)
+        main, *auxiliary = output
+        losses = [self.criterion(scores, target) for scores in auxiliary if scores is not None]
+        return self.criterion(main, target) + self.weight * torch.stack(losses).sum()
+
+
+def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
+    """Return the loss of the options; `--class-weights` weighs the classes of `train`. UserError if it is none."""
+    weight = class_weights(args, train) if args.class_weights and train is not None else None
+    if args.criterion is not None:
+        with in_one_line(f"--criterion {args.criterion}"):
+            torch.manual_seed(args.seed)  # in a resumed run too
+            criterion = load_function("criterion", args)()
+            if not callable(criterion):
+                raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
+            num = 0 if train is None else len(train.classes)
+            for target in example_targets(args, num) if num else []:
+                _check_loss(criterion, torch.arange(target.shape[0] * num).view(-1, num).cos(), target)
+        criterion = criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
+    elif args.bce_loss:
+        criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh, weight)
+    elif weight is not None:
+        criterion = WeightedCrossEntropy(args.label_smoothing, weight)
+    else:
+        criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    weight = AUXILIARY_WEIGHTS.get(args.model)
+    return criterion if weight is None else AuxiliaryLoss(criterion, weight)
+
+
+def _check_loss(criterion: Any, output: Tensor, target: Tensor) -> None:
+    """Refuse a loss of the user's own that is no mean, has no gradient, or has numbers that nobody trains or saves."""
+    trial = copy.deepcopy(criterion)
+    with in_one_line(f"targets of shape {tuple(target.shape)}"):
+        loss, thrice = trial(output, target), trial(output.repeat(3, 1).requires_grad_(), torch.cat([target] * 3))
+    is_loss = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point() and thrice.requires_grad
+    if not is_loss or (loss and thrice.isclose(3 * loss)):
+        found = f"{loss!r:.40}, and of three copies {thrice!r:.40}"
+        raise UserError(f"the loss is {found}; expected the mean of a batch, a 0-d tensor with a gradient")
+    if isinstance(criterion, nn.Module):
+        is_trained = any(each.requires_grad for each in criterion.parameters())
+        if is_trained or not all(map(torch.equal, criterion.buffers(), trial.buffers())):
+            raise UserError("parameters or buffers of a loss are not trained or saved; put what changes into the model")

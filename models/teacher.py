@@ -1,0 +1,129 @@
+"""Distillation: learn from a teacher as well as from the labels."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from checkpointing.guard import compare_classes, find_disorder
+from checkpointing.published import fetch_by_name
+from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
+from errors import UserError, find_timm_config, in_one_line
+from models.trained import build_evaluated
+from settings import config
+from settings.options import WHY_TYPED, is_same_model, split_custom
+
+
+class Distillation(nn.Module):
+    """Learn from a teacher as well as from the targets (Touvron et al., arXiv 2012.12877, section 4).
+
+    The loss is (1 - alpha) x the targets' loss + alpha x the teacher's: the cross-entropy with the teacher's best
+    class, or temperature squared x the KL divergence of both models' softened probabilities, a mean over images (DeiT's
+    own code divides it by the number of classes too). A student with a second head, for its distillation token, learns
+    the targets by the first and the teacher by the second. The teacher sees the student's images, augmented and mixed.
+
+    Args:
+        criterion: the loss of the targets, and the whole loss in evaluation.
+        teacher: maps the student's images to scores, in evaluation mode.
+        student: the bare model; a hook notes its images in training.
+        is_soft: learn the teacher's probabilities, not its best class.
+        alpha: the teacher's share of the loss.
+        temperature: softens the probabilities; scores are divided by it.
+    """
+
+    def __init__(
+        self, criterion: nn.Module, teacher: nn.Module, student: nn.Module, *,
+        is_soft: bool = False, alpha: float = 0.5, temperature: float = 3.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.criterion, self.teacher = criterion, teacher
+        self.is_soft, self.alpha, self.temperature = is_soft, alpha, temperature
+        self.has_token = hasattr(student, "set_distilled_training")
+        if self.has_token:
+            student.set_distilled_training(True)  # return both heads' scores in training; their mean otherwise
+        self._image = None
+        student.register_forward_pre_hook(self._note)
+
+    def _note(self, student: nn.Module, inputs: tuple[Tensor]) -> None:
+        if student.training:
+            self._image = inputs[0]
+
+    def forward(self, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """Return the loss, a 0-d tensor, for the images that the student has just seen."""
+        if not torch.is_grad_enabled():  # in evaluation
+            return self.criterion(output, target)
+        image, self._image = self._image, None
+        with torch.no_grad():  # not inference mode: autograd takes none of its tensors
+            taught = self.teacher(image).float()
+        if self.has_token:
+            output, learned = output
+        else:
+            learned = output if isinstance(output, Tensor) else output[0]
+        if self.is_soft:
+            ours, theirs = (F.log_softmax(each / self.temperature, dim=1) for each in (learned.float(), taught))
+            loss = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * self.temperature**2
+        else:
+            loss = F.cross_entropy(learned.float(), taught.argmax(dim=1))
+        return (1 - self.alpha) * self.criterion(output, target) + self.alpha * loss
+
+
+def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: Dataset) -> nn.Module:
+    """Return the criterion, with a `Distillation` around it for training with `--teacher`; UserError for a misfit.
+
+    `student` is the bare model on its device; the classes' names are those of the validation set `val`.
+    """
+    if args.teacher is None or args.test_only:
+        return criterion
+    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
+    device = next(student.parameters()).device
+    teacher = build_teacher(args, list(val.classes)).to(device, memory_format=memory_format)
+    return Distillation(criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha)
+
+
+def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
+    """Return the model of `--teacher` on the CPU; UserError if it is not found, or is of other classes or images."""
+    source, size = f"--teacher {args.teacher}", args.train_crop_size
+    weights = _load_teacher(args.teacher, source)
+    name = weights.options.get("model")
+    if name is None:
+        raise UserError(f"{source} does not say of which model it is; give a checkpoint, whose `args` do")
+    is_custom = split_custom(name) is not None
+    if is_custom and not is_same_model(name, args.model if args.model in args.trusted else ""):
+        raise UserError(f"{source} is of {name}, {WHY_TYPED}")
+    name = args.model if is_custom else name
+    with in_one_line(source):
+        given = {"val_crop_size": size, "val_resize_size": size}
+        model, own, _ = build_evaluated(args.teacher, name, weights, given, is_typed=is_custom)
+        for side in (args.train_crop_size_min or size, size):
+            num_classes = model(torch.zeros(2, own.in_chans, side, side)).shape[1]
+    if num_classes != len(classes):
+        raise UserError(
+            f"{source} scores {num_classes} classes and the images are of {len(classes)}; give a teacher of these"
+        )
+    # Published weights may have other names for the same classes.
+    is_named = Path(args.teacher).is_file() and weights.classes is not None
+    if differences := compare_classes(weights.classes, classes) if is_named else find_disorder(weights.script, classes):
+        raise UserError(f"{source} is of other classes: {differences[0]}; give a teacher of these")
+    print(f"{source}: {weights.kind}")
+    if (own.mean, own.std) != (args.mean, args.std):
+        words = (" ".join(map(str, values)) for values in (own.mean, own.std, [own.in_chans]))
+        text = "{} takes images of --mean {} --std {} --in-chans {}; give the student these"
+        raise UserError(text.format(source, *words))
+    return model.eval().requires_grad_(False)
+
+
+def _load_teacher(name: str, source: str) -> Weights:
+    """Return the weights of a file, of timm's tag on the Hugging Face hub, or of torchvision's name."""
+    if name.startswith("timm/"):
+        found = find_timm_config(name)
+        if found is None or not found.hf_hub_id:
+            raise UserError(f"{source}: timm knows no weights of that name; give timm/NAME.TAG, or a checkpoint")
+        weights = load_weights(fetch_from_hub(f"{HUB}{found.hf_hub_id}", source), name=source)
+        weights.options["model"] = name
+        return weights
+    if Path(name).is_file():
+        return load_weights(Path(name), name=source)
+    with in_one_line("--teacher"):
+        return fetch_by_name(name)
