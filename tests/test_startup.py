@@ -123,7 +123,7 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(argv, code, wor
     imported = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
     said = [line for line in lines if not line.startswith("import time:")]
     assert outcome.returncode == code, said
-    assert "config" in imported
+    assert "settings.config" in imported
     assert not imported & {"torch", "torchvision", "numpy"}
     assert len(said) == (1 if code else 0), said
     assert words in (said[0] if code else outcome.stdout)

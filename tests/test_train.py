@@ -242,7 +242,7 @@ def test_train_py_stays_small():
     """The bounds are those of CONTRIBUTING.md."""
     source = (REPOSITORY / "train.py").read_text()
     main = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "main")
-    assert len(source.splitlines()) <= 300
+    assert len(source.splitlines()) <= 320
     assert main.end_lineno - main.lineno + 1 <= 45
 
 
