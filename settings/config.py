@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from distributed.launch import Launch, read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
@@ -137,8 +137,11 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
 ]  # fmt: skip
 
 
-class Record(argparse.Namespace):
-    """Immutable options; `replaced` returns a changed copy."""
+class Parsed(argparse.Namespace):
+    """Every option, as the command line or its recipe gives it, or its default: the first of three stages.
+
+    Options of each stage are immutable. `given` lists those that were given, `typed` those of the command line itself.
+    """
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
@@ -148,9 +151,23 @@ class Record(argparse.Namespace):
 
     __delattr__ = None
 
-    def replaced(self, **changes: Any) -> "Record":
-        """Return a record with some values changed."""
-        return Record(**{**vars(self), **changes})
+    def replaced(self, **changes: Any) -> Self:
+        """Return options of the same stage with some values changed."""
+        return type(self)(**{**vars(self), **changes})
+
+
+Options = TypeVar("Options", bound=Parsed)
+
+
+class Resolved(Parsed):
+    """The options of this machine and of its launcher too: device, workers, output folder, rank, number of processes.
+
+    Those of published weights are filled in, and later those of the checkpoint to evaluate.
+    """
+
+
+class Assigned(Resolved):
+    """The global batch and its micro-batches too, a resumed run's or this one's: nothing changes any more."""
 
 
 def find_recipe(name: str) -> Path:
@@ -214,7 +231,7 @@ def list_recipes(word: str = "") -> str:
     return "\n".join([*lines, "", "--list-recipes NAME prints a whole recipe with its source; --recipe NAME uses it"])
 
 
-def write_recipe(args: Record) -> str:
+def write_recipe(args: Assigned) -> str:
     """Return the TOML text of a recipe that repeats this run on any machine.
 
     It holds defaults too, so that a later change of a default cannot change the run. It leaves out where and how this
@@ -239,7 +256,7 @@ def write_recipe(args: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse_args(argv: Sequence[str] | None = None) -> "Record":
+def parse_args(argv: Sequence[str] | None = None) -> Parsed:
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
     parser = options.build_parser()
     parser.explain = other_scripts.explain
@@ -252,7 +269,7 @@ def parse_args(argv: Sequence[str] | None = None) -> "Record":
     return resolve(given, recipe.get("reference-global-batch"), typed=vars(typed).keys())
 
 
-def read_command_line() -> "Record":
+def read_command_line() -> Parsed:
     """Return the script's options; print help, a list or a mistake at once and end, without torch."""
     launch = Launch()
     try:
@@ -272,18 +289,18 @@ def read_command_line() -> "Record":
     return args
 
 
-def split_dirs(args: Record) -> tuple[str, str]:
+def split_dirs(args: Parsed) -> tuple[str, str]:
     """Return the folders of the training and of the validation images."""
     path = args.data_path or ""
     return os.path.join(path, "train"), os.path.join(path, "val")
 
 
-def default_folder(args: Record) -> str:
+def default_folder(args: Parsed) -> str:
     """Return the output folder of a run that was given none."""
     return f"runs/{options.short_name(args.model)}"
 
 
-def evaluated_set(args: Record) -> str:
+def evaluated_set(args: Parsed) -> str:
     """Return the name of the evaluation set in logs and records."""
     return "minival" if args.minival and args.synthetic is None else "val"
 
@@ -305,8 +322,8 @@ def resolve(
     *,
     typed: Collection[str] | None = None,
     foreign: Collection[str] = (),
-) -> Record:
-    """Merge given options with the defaults of the others into a Record; a Record is returned unchanged.
+) -> Parsed:
+    """Merge given options with the defaults of the others, and check them; options of any stage are returned unchanged.
 
     Args:
         given: the given options, with or without the defaults of the others.
@@ -317,7 +334,7 @@ def resolve(
     Raises:
         UserError: the first option that cannot be used.
     """
-    if isinstance(given, Record):
+    if isinstance(given, Parsed):
         return given
     values, preset = vars(given), options.defaults()
     is_sparse = not preset.keys() <= values.keys()
@@ -340,7 +357,7 @@ def resolve(
         "trusted": [text for name, text in own if name in typed],
         "code": hash_code([*own, *weights]),
     }
-    args = Record(**values)
+    args = Parsed(**values)
     if args.list_recipes is None:
         checked = args.replaced(**{name: preset[name] for name in foreign})
         validate(checked)
@@ -350,7 +367,7 @@ def resolve(
     return args
 
 
-def find_device(args: Record) -> str:
+def find_device(args: Parsed) -> str:
     """Return the device of `--device`, by default this machine's accelerator or the CPU; UserError if it is missing."""
     import torch  # not above: help need not wait for it
 
@@ -367,7 +384,7 @@ def find_device(args: Record) -> str:
     return device
 
 
-def on_machine(args: Record) -> tuple[Record, list[str]]:
+def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
     """Return the options completed for this machine and its launcher, a line about each derived one, and remarks.
 
     UserError if the device is not there, or the launcher's variables are incomplete.
@@ -392,7 +409,7 @@ def on_machine(args: Record) -> tuple[Record, list[str]]:
         "distributed": launch.is_launched,
         "gpu": collectives.choose_gpu(launch, device),
     }
-    lines, args = lines + remarks(args), args.replaced(**changes)
+    lines, args = lines + remarks(args), Resolved(**{**vars(args), **changes})
     is_as_asked = args.amp and ({"amp", "amp_dtype"} & {*args.typed} or "amp" not in args.given)
     if (slow := slow_type(args)) and is_as_asked:
         lines.append(f"--amp: {slow}")
@@ -404,7 +421,7 @@ def on_machine(args: Record) -> tuple[Record, list[str]]:
     return args, lines
 
 
-def slow_type(args: Record) -> str:
+def slow_type(args: Parsed) -> str:
     """Say that a run computes in bfloat16, as timm's Muon does by itself, on a CPU that is slow in it; else empty."""
     from distributed import collectives  # not above: help need not wait for torch
 
@@ -415,7 +432,7 @@ def slow_type(args: Record) -> str:
     return "this processor has no instructions for bfloat16, and computes in it 2 to 12 times as slowly as in float32"
 
 
-def agree_on_type(args: Record, trained: dict | None) -> Record:
+def agree_on_type(args: Resolved, trained: dict | None) -> Resolved:
     """Return options with rank 0's `--amp-dtype`, or the checkpoint's where a processor chose it or ours, and say so.
 
     Collective: every rank must call it.
@@ -431,7 +448,7 @@ def agree_on_type(args: Record, trained: dict | None) -> Record:
     return args
 
 
-def remarks(args: Record) -> list[str]:
+def remarks(args: Parsed) -> list[str]:
     """Return a line about each option that has no effect in this run, and about those that are seldom meant so."""
     lines = [
         f"{option.flag} has no effect {why}"
@@ -441,7 +458,7 @@ def remarks(args: Record) -> list[str]:
     return lines + [text.format(**vars(args)) for condition, text in REMARKS if condition(args)]
 
 
-def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
+def as_trained(args: Options, trained: dict) -> tuple[Options, list[str]]:
     """Take evaluation options that were not given from the checkpoint's run; errors and result as of `_take`."""
     args, lines = _take(args, trained, [name for name, option in BY_NAME.items() if option.is_of_checkpoint])
     if "model" not in args.given and split_custom(args.model):
@@ -453,7 +470,7 @@ def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
     return args, [*lines, *filter(None, [slow_type(args)])]
 
 
-def _take(args: Record, trained: dict, names: Sequence[str]) -> tuple[Record, list[str]]:
+def _take(args: Options, trained: dict, names: Sequence[str]) -> tuple[Options, list[str]]:
     """Take the checkpoint's values of the named options that were not given; return all options, and a line for each.
 
     UserError if the checkpoint holds an impossible value.
@@ -474,21 +491,22 @@ def _take(args: Record, trained: dict, names: Sequence[str]) -> tuple[Record, li
     return args, lines
 
 
-def with_shards(args: Record, state: dict | None) -> Record:
+def assign(args: Resolved, state: dict | None) -> Assigned:
     """Add the global batch and its micro-batches: the resumed run's, else by --batch-size and number of processes."""
     if state is None:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
-        return args.replaced(global_batch_size=global_batch_size, num_shards=global_batch_size // args.batch_size)
+        shards = {"global_batch_size": global_batch_size, "num_shards": global_batch_size // args.batch_size}
+        return Assigned(**{**vars(args), **shards})
     args, lines = _take(args, state["args"], [name for name in BY_NAME if options.is_filled_in(name, args)])
     for line in lines:
         print(line)
+    shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
     # GoogLeNet and Inception rescale inputs only for published weights.
     weights = args.weights if "weights" in args.given else state["args"]["weights"]
-    shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
-    return args.replaced(**shards, weights=weights)
+    return Assigned(**{**vars(args), **shards, "weights": weights})
 
 
-def validate(args: Record) -> None:
+def validate(args: Parsed) -> None:
     """Raise UserError for the first option that cannot be used, as far as that shows before a device is touched."""
     for name, option in BY_NAME.items():
         value = getattr(args, name)
@@ -520,7 +538,7 @@ def _validate_text(option: Option, text: str) -> None:
         raise UserError(f"{option.flag} {text[:20]}...: a name in it has more than 255 characters")
 
 
-def _validate_names(args: Record) -> None:
+def _validate_names(args: Parsed) -> None:
     """Check names of optimizers and policies; those of models are looked up when they are built."""
     parse_kwargs(args.model_kwargs)
     for option, given, known, kind in [
@@ -537,7 +555,7 @@ def _validate_names(args: Record) -> None:
             raise UserError(f"{option} {given} is no {kind}{hint} {timms}your own FILE.py:FUNCTION")
 
 
-def _validate_interpolation(args: Record) -> None:
+def _validate_interpolation(args: Parsed) -> None:
     """Refuse interpolations that torchvision's transforms would refuse at the first image that needs them."""
     on_images, on_tensors = {"nearest", "nearest-exact", "bilinear", "bicubic"}, {"nearest", "bilinear"}
     known, needed_by = set(options.INTERPOLATIONS), ""
