@@ -359,8 +359,10 @@ def note_pack(name: str, source: Source, px: int) -> None:
     """Print that a set's images are a pack's, and whether they are enlarged to `px`; of training if they are."""
     side = source.pack.get("px") if isinstance(source.pack, dict) else None
     if type(side) is int and (name != "train" or px > side):
-        words = f"{name}: images of a pack of short side {side}, not the originals: scores differ (docs/data.md)"
-        print(words + f"; they are enlarged to {px} pixels" * (px > side))
+        enlarged = f"; they are enlarged to {px} pixels" if px > side else ""
+        print(
+            f"{name}: images of a pack of short side {side}, not the originals: scores differ (docs/data.md){enlarged}"
+        )
 
 
 def warn_of_uneven(dataset: IndexedImageFolder, args: Resolved) -> None:

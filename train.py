@@ -16,7 +16,7 @@ import torch
 import data
 import utils
 from checkpointing.guard import check_data, check_options, describe_data, find_hashes
-from checkpointing.published import preprocessing_line, settle_preprocessing, start_weights
+from checkpointing.published import preprocessing_line, settle_preprocessing, start_weights, take_published_options
 from checkpointing.store import CheckpointManager
 from data import load_data
 from distributed import collectives
@@ -175,7 +175,7 @@ def resolve(args):
     args = config.resolve(args)
     optim.check_schedule(args)
     args, notes = config.on_machine(args)
-    args, more = data.take_published_options(args)
+    args, more = take_published_options(args)
     return args, notes + more
 
 
