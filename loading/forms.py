@@ -7,16 +7,15 @@ from typing import Any
 
 from errors import UserError, in_one_line, one_line
 from loading.decode import unused_range
-from loading.index import FolderIndex, with_retries
+from loading.index import with_retries
 from loading.lists import SEPARATORS, ListIndex
 from loading.remote import RemotePack, is_remote
 from loading.source import Source, list_folder
-from loading.tars import TarIndex
+from settings import choices
 from settings.custom_code import load_function
 from settings.options import split_custom
 
-# In order of preference.
-FORMS: list[type[Source]] = [ListIndex, FolderIndex, TarIndex]
+FORMS: list[type[Source]] = [form.load() for form in choices.FORMS.values()]
 
 
 def find_sources(root: Path) -> list[Source]:

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 from distributed.launch import Launch, read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
 from settings import options, other_scripts
+from settings.choices import OPTIMIZERS, POLICIES, TABLES
 from settings.custom_code import hash_code, own_code, parse_kwargs
 from settings.options import (
     ALWAYS,
@@ -48,10 +49,12 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: (args.freeze or args.freeze_below)
      and not (args.weights or args.resume or args.test_only or split_custom(args.model)),
      "--freeze and --freeze-below without --weights train on the features of random weights"),
+    (lambda args: args.label_smoothing and split_custom(args.criterion or ""),
+     "--label-smoothing has no effect with --criterion {criterion}, a loss of your own"),
     (lambda args: args.balanced_sampler and args.class_weights == "balanced",
      "--balanced-sampler and --class-weights balanced both make up for uneven classes: small ones count twice"),
     (lambda args: args.momentum != BY_NAME["momentum"].default
-     and "momentum" not in options.OPTIMIZERS.get(args.opt, {"options": ["momentum"]})["options"],
+     and args.opt in OPTIMIZERS and "momentum" not in OPTIMIZERS[args.opt].options,
      "--momentum has no effect with --opt {opt}"),
     (lambda args: (args.stop_epoch or 0) >= args.epochs,
      "--stop-epoch {stop_epoch} has no effect with --epochs {epochs}"),
@@ -98,17 +101,14 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.in_chans != 3 and next(
         (BY_NAME[name].flag for name in ("auto_augment", "color_jitter", "grayscale_prob") if getattr(args, name)), ""),
      "{found} changes colours of three channels, and --in-chans is {in_chans}; leave {found} out"),
-    (lambda args: args.criterion and not split_custom(args.criterion),
-     "--criterion {criterion}: expected FILE.py:FUNCTION; --bce-loss and the cross-entropy have options of their own"),
-    (lambda args: args.criterion and args.bce_loss, "--criterion and --bce-loss are both losses; give one of them"),
     (lambda args: args.class_weights not in (None, "balanced") and not os.path.isfile(args.class_weights),
      "--class-weights {class_weights}: no such file; give balanced, or a list with the columns class and weight"),
-    (lambda args: args.criterion and args.class_weights,
+    (lambda args: split_custom(args.criterion or "") and args.class_weights,
      "--criterion {criterion} has no --class-weights; weigh the classes in it, or leave one of the two out"),
     (lambda args: args.multi_label and args.synthetic is not None and not args.test_only,
      "--multi-label reads the labels of a list, and --synthetic images have one class; leave one of the two out"),
-    (lambda args: args.multi_label and not (args.bce_loss or args.criterion),
-     "--multi-label: the cross-entropy takes one class an image; give --bce-loss, or a --criterion of your own"),
+    (lambda args: args.multi_label and not (args.bce_loss or split_custom(args.criterion or "")),
+     "--multi-label: losses of the softmax take one class an image; give --criterion bce, or one of your own"),
     (lambda args: args.multi_label and (len(args.multi_label) > 1 or args.multi_label == "/"),
      "--multi-label {multi_label}: expected one character between labels, and not /"),
     (lambda args: args.multi_label and next((BY_NAME[name].flag for name in (
@@ -336,7 +336,7 @@ def resolve(
     """
     if isinstance(given, Parsed):
         return given
-    values, preset = vars(given), options.defaults()
+    values, preset = _choose_loss(vars(given), vars(given) if typed is None else typed), options.defaults()
     is_sparse = not preset.keys() <= values.keys()
     if values.get("recipe") and reference_global_batch is None and not is_sparse:
         raise UserError(f"--recipe {given.recipe} is read by config.parse_args, and not by the parser alone; use that")
@@ -365,6 +365,22 @@ def resolve(
             if option.is_strict and (why := option.why_idle(checked)).startswith("without"):
                 raise UserError(f"{option.flag} has no effect {why}; give that too, or leave it out")
     return args
+
+
+def _choose_loss(values: dict[str, Any], typed: Collection[str]) -> dict[str, Any]:
+    """Return given options with one spelling of each loss: `--bce-loss` for bce, and neither for cross_entropy.
+
+    Of a command line and a recipe that differ the command line's counts.
+    """
+    name, is_bce = values.get("criterion"), bool(values.get("bce_loss"))
+    if name is None:
+        return values
+    if is_bce and name != "bce" and ("criterion" in typed) != ("bce_loss" in typed):
+        name, is_bce = (name, False) if "criterion" in typed else ("bce", True)
+    if is_bce and name != "bce":
+        raise UserError(f"--criterion {name} and --bce-loss are both losses; give one of them")
+    is_plain = name in ("bce", "cross_entropy")
+    return {**values, "criterion": None if is_plain else name, "bce_loss": name == "bce"}
 
 
 def find_device(args: Parsed) -> str:
@@ -460,11 +476,13 @@ def remarks(args: Parsed) -> list[str]:
 
 def as_trained(args: Options, trained: dict) -> tuple[Options, list[str]]:
     """Take evaluation options that were not given from the checkpoint's run; errors and result as of `_take`."""
-    args, lines = _take(args, trained, [name for name, option in BY_NAME.items() if option.is_of_checkpoint])
+    own = trained.get("criterion") if split_custom(str(trained.get("criterion"))) else None
+    names = {name for name, option in BY_NAME.items() if option.is_of_checkpoint} - ({"criterion"} if own else set())
+    args, lines = _take(args, trained, [name for name in BY_NAME if name in names])
     if "model" not in args.given and split_custom(args.model):
         raise UserError(f"the checkpoint is of {args.model}, {options.WHY_TYPED}")
-    if trained.get("criterion") and args.criterion is None:
-        lines.append(f"the loss is the usual one: --criterion {trained['criterion']} of the checkpoint is not given")
+    if own and args.criterion is None:
+        lines.append(f"evaluating with the cross-entropy; give --criterion {own} for the checkpoint's own loss")
     if trained.get("decoder") == "torchcodec":
         lines.append("the checkpoint's run decoded with TorchCodec; Pillow's pixels may differ by a grey level")
     return args, [*lines, *filter(None, [slow_type(args)])]
@@ -539,20 +557,16 @@ def _validate_text(option: Option, text: str) -> None:
 
 
 def _validate_names(args: Parsed) -> None:
-    """Check names of optimizers and policies; those of models are looked up when they are built."""
+    """Check the names that the tables of `choices` hold; those of models are looked up when they are built."""
     parse_kwargs(args.model_kwargs)
-    for option, given, known, kind in [
-        ("--opt", args.opt, options.OPTIMIZERS, "optimizer"),
-        ("--auto-augment", args.auto_augment, options.POLICIES, "augmentation policy"),
-        ("--lr-scheduler", args.lr_scheduler, options.SCHEDULES, "schedule"),
-        *(("--metrics", name, options.MORE_METRICS, "metric") for name in args.metrics or ()),
-    ]:
-        has_timms = option in ("--opt", "--auto-augment")
-        is_elsewhere = given and (split_custom(given) or (has_timms and given.startswith("timm/")))
-        if given is not None and given not in known and not is_elsewhere:
-            hint = did_you_mean(given, known) or f" (there are {', '.join(known)});"
-            timms = "timm's are written timm/NAME, " if has_timms else ""
-            raise UserError(f"{option} {given} is no {kind}{hint} {timms}your own FILE.py:FUNCTION")
+    for option, (kind, table) in TABLES.items():
+        value = getattr(args, option)
+        for name in (value if isinstance(value, list) else [value]) if table and value else ():
+            has_timms = option in ("opt", "auto_augment")
+            if name not in table and not split_custom(name) and not (has_timms and name.startswith("timm/")):
+                hint = did_you_mean(name, table) or f" (there are {', '.join(table)});"
+                timms = "timm's are written timm/NAME, " if has_timms else ""
+                raise UserError(f"{BY_NAME[option].flag} {name} is no {kind}{hint} {timms}your own FILE.py:FUNCTION")
 
 
 def _validate_interpolation(args: Parsed) -> None:
@@ -561,7 +575,7 @@ def _validate_interpolation(args: Parsed) -> None:
     known, needed_by = set(options.INTERPOLATIONS), ""
     if args.backend == "tensor":
         known, needed_by = on_images, "--backend tensor"
-    if args.auto_augment in options.POLICIES:
+    if args.auto_augment in POLICIES:
         # A policy rotates and shears; AugMix works on tensors with either backend.
         known = on_tensors if args.backend == "tensor" or args.auto_augment == "augmix" else on_images
         needed_by = f"--auto-augment {args.auto_augment}"
