@@ -126,14 +126,21 @@ class UserError(Exception):
     """An input cannot be used; the message names it, the expected input and a remedy.
 
     The script prints the message once, without a traceback, and leaves with `exit_code`.
+
+    Args:
+        message: one line, unless it `has_lines`.
+        exit_code: of the process; by default the class's.
+        has_lines: whether the message has several lines, which are printed uncut.
+        is_of_one_rank: whether the other ranks do not meet the error, so that this one prints it at once.
     """
 
     exit_code = 2
-    has_lines = False  # whether the message is of several lines
-    is_of_one_rank = False  # whether the other ranks do not meet it, so that this one prints it at once
 
-    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, exit_code: int | None = None, has_lines: bool = False, is_of_one_rank: bool = False
+    ) -> None:
         super().__init__(message)
+        self.has_lines, self.is_of_one_rank = has_lines, is_of_one_rank
         if exit_code is not None:
             self.exit_code = exit_code
 
@@ -155,9 +162,8 @@ def loader_killed(cause: str) -> UserError:
     advice = "most likely it was out of memory: use fewer --workers, or look into the system's log"
     if "Bus error" in cause:
         advice = "most likely shared memory is full: more memory for it, or fewer --workers"
-    error = UserError(f"a loader process was killed ({cause.strip()}); {advice}", exit_code=1)
-    error.is_of_one_rank = True
-    return error
+    message = f"a loader process was killed ({cause.strip()}); {advice}"
+    return UserError(message, exit_code=1, is_of_one_rank=True)
 
 
 class PreemptedError(Exception):

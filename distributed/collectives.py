@@ -253,9 +253,7 @@ def report_end(error: BaseException) -> BaseException:
     else:
         why = "the ranks do not reach each other; look at the network between the machines"
     cause = "timed out (--dist-timeout)" if re.search("[Tt]imed? ?out", str(error)) else "connection lost"
-    lost = UserError(f"{cause}: {why}", exit_code=1)
-    lost.is_of_one_rank = rank == min(ends.keys() - {*failed})
-    return lost
+    return UserError(f"{cause}: {why}", exit_code=1, is_of_one_rank=rank == min(ends.keys() - {*failed}))
 
 
 def _exchange_ends(store: dist.Store, rank: int, world_size: int, ends: dict[int, bytes]) -> None:
