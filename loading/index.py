@@ -7,24 +7,19 @@ import shlex
 import stat
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy
 
 from errors import UserError, counted, one_line
-from files import open_to_read, retry, write_atomically
+from files import open_to_read, write_atomically
 from loading.progress import Progress
 from loading.source import IMG_EXTENSIONS, Source, digest, encoded
 
 # A file that changed less than this before it was read may have changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
-
-# Waits before a failed read is tried again: a network disk may fail for a moment only, and even report "No such file"
-# then.
-RETRY_WAITS_S = (0.05, 0.2, 0.8)
 
 # The file beside lists and tars that names the classes of numbers in their order, one a line.
 CLASSES = "classes.txt"
@@ -53,11 +48,6 @@ def check_hidden(where: str, names: Iterable[bytes], command: str = _FIND) -> No
         pattern = "'.?*'" if found[1][:1] == b"." else f"'{decode(found[1])}'"
         reason = f"{decode(found[1])!r} is hidden or a program's own; rename it, or remove all such: "
         raise UserError(reason + command % (shlex.quote(where), pattern))
-
-
-def with_retries(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`; after an OSError or MemoryError, try again up to three times."""
-    return retry(work, RETRY_WAITS_S)
 
 
 class ArraySource(Source):

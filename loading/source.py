@@ -83,7 +83,7 @@ class Source(ABC):
         return len(self.read(number))
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of an image's file. The caller tries again after a failure of the system (`with_retries`).
+        """Return the bytes of an image's file. The caller tries again after a failure of the system (`files.retry`).
 
         Raises:
             BadImageError: the bytes can be no image.

@@ -121,7 +121,7 @@ KINDS = ["truncated", "zero bytes", "no image", "bomb", "vanished", "a folder"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
     root = write_images(tmp_path, {"train": [1], "val": [1]})
-    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr("files.RETRY_S", 0.0)
     sets = data.build_datasets(str(root / "train"), str(root / "val"), arguments(root))
     for split, dataset, key in zip(["train", "val"], sets, [SampleKey(0, 0, 0), 0], strict=True):
         damage(root / split / "class0" / "image000.jpg", kind)
@@ -132,7 +132,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
 
 
 def test_a_failure_of_the_system_is_tried_again_with_the_same_draws_and_ends_the_run_in_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr("files.RETRY_S", 0.0)
     root = write_images(tmp_path, {"train": [3]}) / "train"
     errors = []
 
