@@ -4,8 +4,8 @@ import gzip
 import http.client
 import io
 import json
-import math
 import os
+import pickle
 import random
 import re
 import signal
@@ -149,9 +149,11 @@ class HttpStore:
         headers = {} if size is None else {"Range": f"bytes={start}-{start + size - 1}"}
         try:
             path = f"{urllib.parse.quote(self.url.path, safe='/%')}/{urllib.parse.quote(name)}"
-            response = self._connect().getresponse_of(path, headers)
+            response = self._connect().get(path, headers, where, most := size or _MAX_INDEX_BYTES)
             is_wanted = response.status == (200 if size is None else 206)
-            content = _read_body(response, where, size or _MAX_INDEX_BYTES) if is_wanted else b""
+            if is_wanted and (response.length or 0) > most:  # before memory is taken for it
+                raise _too_long(where, most)
+            content = response.read() if is_wanted else b""
             self._local.connection = self._local.connection if is_wanted else None
         except ssl.SSLCertVerificationError as error:
             raise UserError(f"{where}: {error.verify_message}; SSL_CERT_FILE=FILE trusts those in it") from error
@@ -178,48 +180,36 @@ class HttpStore:
         return known
 
 
-def _read_body(response: http.client.HTTPResponse, where: str, most: int) -> bytes:
-    """Return the body of an answer; OSError if it is too slow, HTTPException if truncated, UserError if too long."""
-    parts, num_bytes, begin = [], 0, time.monotonic()
-    while part := response.read1(1 << 20):
-        parts.append(part)
-        num_bytes += len(part)
-        if num_bytes > most:
-            raise UserError(f"{where}: the server sends more than {most:,} bytes; is it a pack of scripts.pack?")
-        if time.monotonic() > begin + _SILENCE_S + num_bytes / _SLOWEST:
-            raise TimeoutError(f"only {num_bytes:,} bytes came in {time.monotonic() - begin:.0f} s")
-    if response.length:
-        raise http.client.IncompleteRead(b"", response.length)
-    response.close()  # `read1` leaves it open, and the connection could not be used again
-    return b"".join(parts)
+def _too_long(where: str, most: int) -> UserError:
+    return UserError(f"{where}: the server sends more than {most:,} bytes; is it a pack of scripts.pack?")
 
 
-class _TimelyReader(io.RawIOBase):
-    """Reads a socket's file until `end`, a time of the monotonic clock: its timeout is that of each read alone."""
+class _BoundedReader(io.RawIOBase):
+    """Reads an answer from a socket, whose own timeout is that of each read alone: not for ever, and not without end.
 
-    def __init__(self, raw: io.RawIOBase) -> None:
-        self.raw, self.end = raw, time.monotonic() + _SILENCE_S
+    Raises:
+        TimeoutError: fewer than `_SLOWEST` bytes a second come.
+        UserError: more than `most` bytes come.
+    """
+
+    def __init__(self, raw: io.RawIOBase, where: str, most: int) -> None:
+        self.raw, self.where, self.most, self.num_bytes, self.begin_s = raw, where, most, 0, time.monotonic()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int | None:
-        if time.monotonic() > self.end:
-            raise TimeoutError(f"the headers of an answer did not come in {_SILENCE_S:g} s")
-        return self.raw.readinto(buffer)
+        elapsed_s = time.monotonic() - self.begin_s
+        if elapsed_s > _SILENCE_S + self.num_bytes / _SLOWEST:
+            raise TimeoutError(f"only {self.num_bytes:,} bytes came in {elapsed_s:.0f} s")
+        self.num_bytes += (count := self.raw.readinto(buffer) or 0)
+        if self.num_bytes > self.most + _MAX_HEAD_BYTES:
+            raise _too_long(self.where, self.most)
+        return count
 
     def close(self) -> None:
         self.raw.close()
         super().close()
-
-
-class _Response(http.client.HTTPResponse):
-    """An answer whose status and headers come in time, however many bytes or answers come before them."""
-
-    def begin(self) -> None:
-        self.fp = io.BufferedReader(reader := _TimelyReader(self.fp.detach()))
-        super().begin()
-        reader.end = math.inf  # `_read_body` has a bound of its own
 
 
 class _Connection:
@@ -229,10 +219,16 @@ class _Connection:
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         more = {"context": ssl.create_default_context()} if url.scheme == "https" else {}
         self.pid, self.connection = os.getpid(), kind(url.hostname, url.port, timeout=_SILENCE_S, **more)
-        self.connection.response_class = _Response
 
-    def getresponse_of(self, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """Return the answer to a GET; a connection that the server has closed meanwhile is opened again."""
+    def get(self, path: str, headers: dict[str, str], where: str, most: int) -> http.client.HTTPResponse:
+        """Return the answer to a GET, of bounded length; a connection that the server has closed is opened again."""
+
+        def bounded(*args: Any, **kwargs: Any) -> http.client.HTTPResponse:
+            response = http.client.HTTPResponse(*args, **kwargs)
+            response.fp = io.BufferedReader(_BoundedReader(response.fp.detach(), where, most))
+            return response
+
+        self.connection.response_class = bounded
         for is_kept in (self.connection.sock is not None, False):
             try:
                 self.connection.request("GET", path, headers=headers)
@@ -312,9 +308,8 @@ class ObjectStore:
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             raise _refusal(where, 403, "not allowed") from error
         except errors.BaseError as error:
-            if missing := re.search(
-                "40[0134] [A-Z][A-Za-z ]+", str(error)
-            ):  # of lists, they have no classes of their own
+            # Errors of lists have no classes of their own.
+            if missing := re.search("40[0134] [A-Z][A-Za-z ]+", str(error)):
                 raise _refusal(where, int(missing[0][:3]), missing[0]) from error
             raise explain_limit(RuntimeError(error)) or _PassingError(str(error).splitlines()[0][:200]) from error
 
@@ -326,7 +321,8 @@ def open_store(url: str) -> HttpStore | ObjectStore:
         parts = urllib.parse.urlsplit(url)
         host, _ = (parts.hostname or "").encode("idna").decode(), parts.port
     except ValueError as error:
-        raise UserError(f"{shown}: it is no address" + f" ({error})" * (shown == url)) from error
+        reason = f" ({error})" if shown == url else ""
+        raise UserError(f"{shown}: it is no address{reason}") from error
     if parts.username or parts.password or parts.query or parts.fragment:
         raise UserError(
             f"{parts.scheme}://{host}...: leave user, password and what follows a ? out; "
@@ -374,28 +370,31 @@ def in_child(work: Callable[[], bytes]) -> bytes:
     if ObjectStore.client_pid == os.getpid():
         return work()
     reader, writer = os.pipe()
-    child = os.fork()
+    child = os.fork()  # not multiprocessing's, which would close standard input, and wait for a thread that reads it
     if not child:
         try:
             signals.end_with_parent(signal.SIGKILL)
-            os.close(reader)
             with open(writer, "wb") as file:
-                try:
-                    file.write(b"+" + work())
-                except _PassingError as error:
-                    file.write(f"~{error}".encode())
-                except BaseException as error:
-                    file.write(f"-{error}".encode())
+                pickle.dump(_result_of(work), file)
         finally:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as file:
-        content = file.read()
+        try:
+            result = pickle.load(file)
+        except (EOFError, pickle.UnpicklingError):
+            result = _PassingError("the process that read it ended")
     os.waitpid(child, 0)
-    if content[:1] == b"+":
-        return content[1:]
-    text = content[1:].decode(errors="replace") or "the process that read it ended"
-    raise (UserError if content[:1] == b"-" else _PassingError)(text)
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _result_of(work: Callable[[], bytes]) -> bytes | BaseException:
+    try:
+        return work()
+    except BaseException as error:
+        return error
 
 
 class Cache:
@@ -471,9 +470,9 @@ class Cache:
     def missing(self) -> Iterator[int]:
         """Yield the images that are to be kept and are not there."""
         for begin in range(0, self.num_kept, 1 << 16):
-            there = os.pread(self._there, min(self.num_kept - begin, 1 << 16), begin)
-            yield from (begin + place for place in range(min(self.num_kept - begin, 1 << 16))
-                        if there[place : place + 1] != b"\1")  # fmt: skip
+            num_looked_at = min(self.num_kept - begin, 1 << 16)
+            flags = os.pread(self._there, num_looked_at, begin).ljust(num_looked_at, b"\0")
+            yield from (begin + number for number, flag in enumerate(flags) if flag != 1)
 
 
 class RemotePack(ArraySource):

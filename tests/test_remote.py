@@ -152,7 +152,7 @@ def test_a_server_that_dribbles_or_asks_for_a_long_wait_is_no_hang(server, packe
     server.faults, server.retry_after = ["503"], "61"
     assert ours.read(3) == local_bytes(packed)[3]  # a last try when the time is over
     server.always = "dribble"
-    with pytest.raises(ImageError, match=r"only \d+ bytes came in 0 s"):
+    with pytest.raises(ImageError, match=r"only \d+ bytes came in"):
         ours.read(3)
 
 
@@ -536,5 +536,5 @@ def test_headers_that_do_not_end_are_no_hang(tmp_path, line):
                         return
 
         threading.Thread(target=dribble, daemon=True).start()
-        with pytest.raises(UserError, match="headers of an answer did not come in"):
+        with pytest.raises(UserError, match=r"only [\d,]+ bytes came in"):
             remote.RemotePack(f"http://127.0.0.1:{listener.getsockname()[1]}", "train", str(tmp_path), timeout_s=0.5)
