@@ -387,7 +387,7 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLo
     """
     first, *others = [dataset for dataset in datasets if dataset is not None]
     loader = build_loader(first, None, args)
-    loaders = iter([loader, *map(loader.beside, others)])
+    loaders = iter([loader, *map(loader.sharing_workers, others)])
     loader.start()
     return [None if dataset is None else next(loaders) for dataset in datasets]
 

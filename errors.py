@@ -16,13 +16,13 @@ from typing import Any
 MOST_LINE = 298
 
 
-def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return `; did you mean X?`, a prefix before X: the known words that begin so, else the closest; or nothing."""
     import difflib  # not above: the script watches signals before it imports more than it must
 
     known = list(known)
-    longer = [word for word in known if len(given) > 2 and word.startswith(given)]
-    close = [f"{prefix}{word}" for word in longer or difflib.get_close_matches(given, known, n=1, cutoff=0.75)]
+    longer = [each for each in known if len(word) > 2 and each.startswith(word)]
+    close = [f"{prefix}{each}" for each in longer or difflib.get_close_matches(word, known, n=1, cutoff=0.75)]
     return f"; did you mean {', '.join(close[:-1])}{' or ' if close[1:] else ''}{close[-1]}?" if close else ""
 
 
@@ -63,7 +63,7 @@ def one_line(text: str) -> str:
 
 
 def escaped(text: Any) -> str:
-    """Return text each of whose lines is as of `one_line`; whatever `print` is given passes through here."""
+    """Return text each of whose lines is as of `one_line`; all that is printed passes through here."""
     return "\n".join(map(one_line, str(text).split("\n")))
 
 
@@ -77,7 +77,7 @@ def aligned(rows: list[list[str]], to_left: Container[int] = (0,)) -> list[str]:
     lines = []
     for row in rows:
         cells = enumerate(zip(row, widths, strict=True))
-        words = [word.ljust(width) if place in to_left else word.rjust(width) for place, (word, width) in cells]
+        words = [word.ljust(width) if number in to_left else word.rjust(width) for number, (word, width) in cells]
         lines.append("  ".join(words).rstrip())
     return lines
 
@@ -86,7 +86,7 @@ def error_line(begin: str, reason: str, *, has_lines: bool = False) -> str:
     """Return `begin: reason` on one line of at most `MOST_LINE` characters; with `has_lines` all of it, as it is.
 
     Of a longer line the middle of long words is left out, which leaves a path its file name; then the middle of the
-    line, which leaves the given value and the remedy.
+    line, which leaves the value and the remedy.
     """
     if has_lines:
         return escaped(f"{begin}: {reason}")

@@ -172,7 +172,7 @@ def retry(work: Callable[[], T], final: tuple[type[OSError], ...] = ()) -> T:
 def retry_read(read: Callable[[], T], path: Path) -> T:
     """Return the result of `read`, as `retry`; StorageError if every try failed.
 
-    Do not take an older file instead: that would lose work.
+    Do not read an older file instead: that would lose work.
     """
     try:
         return retry(read, final=_NO_FILE)
@@ -180,8 +180,8 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
         raise
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be read: {error.strerror or error} (4 tries); nothing was changed, and an "
-            "older checkpoint is not taken in its place; start again when the disk answers"
+            f"{path} cannot be read: {error.strerror or error} (4 tries); nothing was changed, and no "
+            "older checkpoint is used instead; start again when the disk answers"
         ) from error
 
 
@@ -204,7 +204,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_at(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
-    """Return bytes of an open file from a place on; fewer where it ends, and not where one read returns fewer."""
+    """Return bytes of an open file from an offset on; fewer only where the file ends."""
     content = b""
     while more := os.pread(file.fileno(), num_bytes - len(content), offset + len(content)):  # b"" when it is whole
         content += more

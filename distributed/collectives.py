@@ -143,17 +143,15 @@ def setup_for_distributed(is_master: bool) -> None:
 
 
 def place(world_size: int, dist_url: str) -> Launch:
-    """Return this process's place among the others, by its launcher's variables, or by RANK and `--world-size`.
+    """Return this process's rank among the others, by its launcher's variables, or by RANK and `--world-size`.
 
     Raises:
         UserError: the launcher's variables are incomplete.
     """
     launch = read_launch(world_size=world_size)
     if not launch.is_launched and world_size > 1:
-        raise UserError(
-            f"--world-size {world_size}, but no launcher set RANK; start the processes with "
-            f"`torchrun --nproc_per_node={world_size} train.py ...`"
-        )
+        start = f"torchrun --nproc_per_node={world_size} train.py ..."
+        raise UserError(f"--world-size {world_size}, but no launcher has set RANK; start with `{start}`")
     if launch.is_launched and dist_url == "env://" and not launch.address.get("MASTER_ADDR"):
         raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
     return launch
@@ -167,8 +165,8 @@ def count_cores() -> int:
 def has_fast_bfloat16() -> bool:
     """Tell whether this processor has instructions for products in bfloat16, and torch has kernels for them.
 
-    Measured in a step of a ResNet-18 beside float32: 0.65 times as long with AVX-512 BF16, 1.7 with AVX-512 alone,
-    10 with AVX2, 5 with SSE4.1.
+    A step of a ResNet-18 took, compared with float32, 0.65 times as long with AVX-512 BF16, 1.7 with AVX-512 alone, 10
+    with AVX2 and 5 with SSE4.1.
     """
     has_instructions = torch.cpu._is_avx512_bf16_supported() or platform.machine() not in ("x86_64", "AMD64")
     return has_instructions and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -215,10 +213,8 @@ def join_processes(args: Any) -> None:
         store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
     except dist.DistError as error:
         address = "{MASTER_ADDR}:{MASTER_PORT}".format(**launch.address) if url == "env://" else url
-        raise UserError(
-            f"rank {args.rank} does not reach rank 0 at {address}; check that it has started and that the port is "
-            "open, or give a longer --dist-timeout"
-        ) from error
+        remedy = "check that it has started and that the port is open, or give a longer --dist-timeout"
+        raise UserError(f"rank {args.rank} does not reach rank 0 at {address}; {remedy}") from error
     # torchrun's store outlives a restart and keeps the addresses of dead processes, so each attempt has its own keys.
     # Not on several nodes: each torchrun counts its own restarts there, so the numbers may differ.
     if launch.num_nodes == 1:
@@ -232,7 +228,7 @@ def join_processes(args: Any) -> None:
 
 
 def report_end(error: BaseException) -> BaseException:
-    """Return a one-line error in place of one by which gloo or NCCL lost another rank, and any other unchanged.
+    """Return a one-line error instead of one by which gloo or NCCL lost another rank, and any other unchanged.
 
     Call it for the error that ends a process: it tells the other ranks of it, and so which rank is silent.
     """

@@ -78,7 +78,7 @@ def begin_script() -> None:
     _signals.install()
     open_closed_files()
     _unbuffer_output()
-    gc.disable()  # collecting garbage among objects that stay would take a quarter of the imports' time
+    gc.disable()  # collecting garbage among objects that stay would cost a quarter of the imports' time
 
 
 def end_imports() -> None:
@@ -107,8 +107,8 @@ def take_signals(*, is_training: bool) -> Signals:
 def follow_agent() -> None:
     """Have the death of torchrun stop this process like SIGTERM, once all processes have joined.
 
-    Otherwise the ranks of a killed torchrun would train on, and write, beside those of its successor. A run that was
-    started by a shell may outlive the shell.
+    Otherwise the ranks of a killed torchrun would train on, and write, at the same time as those of its successor. A
+    run that was started by a shell may outlive the shell.
     """
     if read_launch().is_torchrun:
         end_with_parent(signal.SIGTERM)

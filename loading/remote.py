@@ -78,13 +78,12 @@ def index_name(split: str) -> str:
     return f"{split}.index.gz"
 
 
-def encode_index(facts: dict[str, Any], names: numpy.ndarray, columns: dict[str, numpy.ndarray]) -> bytes:
-    """Return an index: facts of the split, (images,) names as bytes, and the (images,) columns of `COLUMNS`."""
-    head = {"format": FORMAT, "images": len(names), "width": names.dtype.itemsize, **facts}
+def encode_index(metadata: dict[str, Any], names: numpy.ndarray, columns: dict[str, numpy.ndarray]) -> bytes:
+    """Return an index: metadata of the split, (images,) names as bytes, and the (images,) columns of `COLUMNS`."""
+    head = {"format": FORMAT, "images": len(names), "width": names.dtype.itemsize, **metadata}
     parts = [columns[name].astype(kind).tobytes() for name, kind in COLUMNS.items()]
-    return gzip.compress(
-        b"".join([json.dumps(head).encode(), b"\n", names.tobytes(), *parts]), compresslevel=6, mtime=0
-    )
+    content = b"".join([json.dumps(head).encode(), b"\n", names.tobytes(), *parts])
+    return gzip.compress(content, compresslevel=6, mtime=0)
 
 
 def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndarray, dict[str, numpy.ndarray]]:
@@ -92,10 +91,10 @@ def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndar
     try:
         unpacker = zlib.decompressobj(31)  # its output has a limit, and that of `gzip.decompress` none
         head, _, body = unpacker.decompress(content, _MAX_HEAD_BYTES).partition(b"\n")
-        facts = json.loads(head)
-        if facts["format"] != FORMAT:
-            raise ValueError(f"format {facts['format']!r:.40}, expected {FORMAT!r}")
-        number, width = facts["images"], facts["width"]
+        metadata = json.loads(head)
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"format {metadata['format']!r:.40}, expected {FORMAT!r}")
+        number, width = metadata["images"], metadata["width"]
         if not (type(number) is type(width) is int and min(number, width) > 0):
             raise ValueError("its number of images is none")
         start, length = number * width, number * (width + _ROW_BYTES)
@@ -106,21 +105,19 @@ def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndar
         for name, kind in COLUMNS.items():
             columns[name] = numpy.frombuffer(body, kind, number, start)
             start += columns[name].nbytes
-        _check_places(facts["classes"], facts["shards"], columns)
+        _check_columns(metadata["classes"], metadata["shards"], columns)
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, zlib.error) as error:
         raise UserError(f"{where} is no index of this version ({error}); pack again: python -m scripts.pack") from error
-    return facts, names, columns
+    return metadata, names, columns
 
 
-def _check_places(classes: list[str], files: list[dict], columns: dict[str, numpy.ndarray]) -> None:
+def _check_columns(classes: list[str], files: list[dict], columns: dict[str, numpy.ndarray]) -> None:
     """Raise an error, such as ValueError, unless an index's classes and shards are some, and every image is of one."""
     texts, lengths = [*classes, *(each["sha256"] for each in files)], [each["bytes"] for each in files]
     if classes != sorted({*classes}) or {*map(type, texts)} != {str} or {*map(type, lengths)} != {int}:
         raise ValueError("its classes or shards are none")
-    if (
-        not all(re.fullmatch(r"[\w.-]+", each["file"]) for each in files)
-        or not 0 < min(lengths) <= sum(lengths) < 1 << 60
-    ):
+    has_names = all(re.fullmatch(r"[\w.-]+", each["file"]) for each in files)
+    if not has_names or not 0 < min(lengths) <= sum(lengths) < 1 << 60:
         raise ValueError("its shards have no names or sizes")
     labels, shards, offsets, sizes, _ = columns.values()
     is_known = min(map(numpy.min, columns.values())) >= 0 and labels.max() < len(classes) and shards.max() < len(files)
@@ -166,11 +163,9 @@ class HttpStore:
             whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
             return content, int(whole) if whole.isdecimal() and len(whole) < 20 else None
         if response.status == 200:
-            raise UserError(
-                f"{where}: the server sends whole files where a range is asked for; use one that has ranges"
-            )
-        reason, place = f"{response.status} {response.reason}", response.getheader("Location", "").partition("?")[0]
-        reason += f" to {place}, which is not followed" if place else ""
+            raise UserError(f"{where}: the server sends whole files instead of ranges; use one that has ranges")
+        reason, target = f"{response.status} {response.reason}", response.getheader("Location", "").partition("?")[0]
+        reason += f" to {target}, which is not followed" if target else ""
         raise _refusal(where, response.status, reason, response.getheader("Retry-After"))
 
     def _connect(self) -> "_Connection":
@@ -255,7 +250,7 @@ def _refusal(where: str, status: int, reason: str, retry_after: str | None = Non
 class ObjectStore:
     """Files below an address of S3, Google Cloud Storage or Azure, read by obstore, an optional package.
 
-    Credentials, endpoint and region are taken from the environment, as by the clouds' own tools. Clients have threads,
+    Credentials, endpoint and region come from the environment, as by the clouds' own tools. Clients have threads,
     which no fork survives, so each process makes its own when it first reads.
     """
 
@@ -324,12 +319,10 @@ def open_store(url: str) -> HttpStore | ObjectStore:
         reason = f" ({error})" if shown == url else ""
         raise UserError(f"{shown}: it is no address{reason}") from error
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise UserError(
-            f"{parts.scheme}://{host}...: leave user, password and what follows a ? out; "
-            "credentials are taken from the environment"
-        )
+        remedy = "remove user, password and everything after ?; credentials come from the environment"
+        raise UserError(f"{parts.scheme}://{host}...: {remedy}")
     if not re.fullmatch(r"[^\0-\x20\x7f]+", host) or parts.scheme not in ("http", "https", "s3", "gs", "az"):
-        raise UserError(f"{shown}: expected https://, http://, s3://, gs:// or az://, a host, and the pack's place")
+        raise UserError(f"{shown}: expected https://, http://, s3://, gs:// or az://, a host, and a path")
     return (HttpStore if parts.scheme.startswith("http") else ObjectStore)(url.rstrip("/"))
 
 
@@ -501,26 +494,23 @@ class RemotePack(ArraySource):
         for attempt in (1, 2):  # once more where the network spoilt it
             try:
                 content = with_patience(partial(read_whole, self.store, index_name(split)), where, timeout_s)
-                self.facts, self.names, self.columns = decode_index(content, where)
+                self.pack, self.names, self.columns = decode_index(content, where)
                 break
             except ImageError as error:
                 raise UserError(str(error)) from error
             except UserError:
                 if attempt == 2:
                     raise
-        self.classes, self.labels, self.files = self.facts["classes"], self.columns["labels"], self.facts["shards"]
-        self.pack = self.facts
+        self.classes, self.labels, self.files = self.pack["classes"], self.columns["labels"], self.pack["shards"]
         lengths = [0, *(each["bytes"] for each in self.files)]
         begins = numpy.cumsum(lengths, dtype=numpy.int64)[self.columns["shards"]]
-        home = (
-            Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "touchstone"
-        )
-        folder = home / f"{digest([content])}-{split}"
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "touchstone"
+        folder = Path(cache or home) / f"{digest([content])}-{split}"
         self.cache = Cache(folder, begins + self.columns["offsets"], self.columns["sizes"], cache_gib)
         self._pid, self._work, self._coming = None, SimpleQueue(), {}
 
     def path(self, number: int) -> str:
-        """Return the words for an image in messages."""
+        """Return the name of an image in messages."""
         return f"{self.name(number)} in {self.url}/{self.files[self.columns['shards'][number]]['file']}"
 
     def size(self, number: int) -> int:
@@ -528,7 +518,7 @@ class RemotePack(ArraySource):
         return int(self.columns["sizes"][number])
 
     def identity(self) -> dict[str, str | None]:
-        """Return the facts of the local pack, and this address."""
+        """Return the identity of the local pack, with this address."""
         sizes = digest([self.columns["sizes"].astype(numpy.int64).tobytes()])
         checksums = digest(["".join(each["sha256"] for each in self.files).encode()])
         return {**super().identity(), "path": self.url, "sizes": sizes, "checksums": checksums}
@@ -562,9 +552,7 @@ class RemotePack(ArraySource):
             images = [content[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)]
             if list(map(zlib.crc32, images)) == self.columns["crcs"][number : last + 1].tolist():
                 return images
-        raise ImageError(
-            f"{where}, bytes {start} to {end}: their CRC-32 is not that of the index; upload the pack again"
-        )
+        raise ImageError(f"{where}, bytes {start} to {end}: not the CRC-32 of the index; upload the pack again")
 
     def expect(self, numbers: Iterable[int]) -> None:
         """Begin to fetch, many at a time, what the cache lacks of the images that are read next."""

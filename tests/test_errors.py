@@ -23,9 +23,8 @@ def leave_group(rank, world_size, ranks, error):
 
 @pytest.mark.dist
 def test_an_error_of_all_ranks_is_printed_once(tmp_path):
-    outcome = run_ranks(
-        in_group, 2, leave_group, (0, 1), errors.UserError("what you gave"), timeout_s=25, log_folder=tmp_path
-    )
+    error = errors.UserError("what you gave")
+    outcome = run_ranks(in_group, 2, leave_group, (0, 1), error, timeout_s=25, log_folder=tmp_path)
     assert outcome.codes[0] == 2
     assert outcome.output.count("what you gave") == 1
     assert "train.py: error: what you gave\n" in outcome.outputs[0]
@@ -33,9 +32,8 @@ def test_an_error_of_all_ranks_is_printed_once(tmp_path):
 
 @pytest.mark.dist
 def test_an_error_of_one_rank_names_it(tmp_path):
-    outcome = run_ranks(
-        in_group, 2, leave_group, (1,), errors.ImageError("what you gave"), timeout_s=25, log_folder=tmp_path
-    )
+    error = errors.ImageError("what you gave")
+    outcome = run_ranks(in_group, 2, leave_group, (1,), error, timeout_s=25, log_folder=tmp_path)
     assert outcome.codes[1] == 1
     assert "train.py: error on rank 1: what you gave\n" in outcome.outputs[1]
 

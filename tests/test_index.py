@@ -14,7 +14,6 @@ import numpy
 import pytest
 from torchvision import datasets
 
-import data
 from errors import BadImageError, ImageError, UserError
 from loading import forms, index
 from loading.forms import open_source
@@ -179,13 +178,6 @@ def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
         (tmp_path / "train" / name).parent.mkdir(parents=True)
         (tmp_path / "train" / name).touch()
     assert open_source(tmp_path / "train").fingerprint() == "95f6fa071d4a7826"
-
-
-def test_made_up_images_have_words_for_a_fingerprint():
-    images = data.SyntheticImages(130, 8, 10).index
-    assert images.fingerprint() == "synthetic-130-10"
-    nothing = dict.fromkeys(["sizes", "times", "checksums", "sample"])
-    assert images.identity() == {"form": "synthetic", "path": "", **nothing}
 
 
 def test_a_second_start_does_not_scan_and_leaves_the_split_alone(folder, monkeypatch):
@@ -369,7 +361,7 @@ def test_an_incomplete_set_of_shards_or_pack_is_refused(folder, tmp_path):
     whole = open_source(tmp_path / "train")
     assert whole.identity()["checksums"] == hashlib.sha256(sums.encode()).hexdigest()[:16]
     (tmp_path / "train-000002.tar").unlink()
-    with pytest.raises(UserError, match=r"train-000002\.tar is missing: 1 of the 3 shards that manifest\.json"):
+    with pytest.raises(UserError, match=r"train-000002\.tar is missing: 1 of the 3 shards"):
         open_source(tmp_path / "train")
     path.write_text(json.dumps({**manifest, "state": "writing"}))
     with pytest.raises(UserError, match="is still being written, or was interrupted; run its"):

@@ -81,14 +81,6 @@ def test_it_is_the_local_pack(server, packed, tmp_path):
     assert len(images) == 36  # each image once
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_may_pass_is_tried_again(server, packed, tmp_path, fault):
-    server.faults = [fault] * 2 if fault != "wrong" else [fault]
-    ours = open_pack(server, tmp_path, cache_gib=0)  # the index too
-    server.faults = [fault] * 3 if fault != "wrong" else [fault]
-    assert ours.read(3) == local_bytes(packed)[3]
-
-
 def test_a_hundred_faults_change_no_byte(server, packed, tmp_path):
     server.share, expected = 0.3, local_bytes(packed)
     num_faults, numbers, rounds = 0, range(29), 0
@@ -122,7 +114,7 @@ def test_an_index_that_cannot_be_had_is_one_line(server, tmp_path, always, words
 
 @pytest.mark.parametrize(("always", "words"), [
     ("404", "there is no such object or bucket"), ("503", "--resume auto goes on"), ("cut", "--resume auto goes on"),
-    ("wrong", "their CRC-32 is not that of the index"),
+    ("wrong", "not the CRC-32 of the index"),
 ])  # fmt: skip
 def test_an_image_that_cannot_be_had_ends_in_a_line_that_names_the_object(server, tmp_path, always, words):
     ours = open_pack(server, tmp_path, timeout_s=0.3)
@@ -196,18 +188,18 @@ def test_an_object_that_changed_and_a_server_without_ranges_are_refused(server, 
     with pytest.raises(ImageError, match="it has changed; start again"):
         ours.read(0)
     server.has_ranges = False
-    with pytest.raises(ImageError, match="the server sends whole files where a range is asked for"):
+    with pytest.raises(ImageError, match="the server sends whole files instead of ranges"):
         ours.read(1)
 
 
 @pytest.mark.parametrize(("url", "words"), [
-    ("https://me:secret@host/pack", "https://host...: leave user, password and what follows a ? out"),
-    ("https://host/pack?sig=secret", "https://host...: leave user"), ("ftp://host/pack", "expected https://, http://"),
-    ("s3://", "and the pack's place"), ("http://host:abc/p", "it is no address"), ("http://a..b/p", "it is no address"),
+    ("https://me:secret@host/pack", "https://host...: remove user, password and everything"),
+    ("https://host/pack?sig=secret", "https://host...: remove user"), ("ftp://host/pack", "expected https://, http://"),
+    ("s3://", "a host, and a path"), ("http://host:abc/p", "it is no address"), ("http://a..b/p", "it is no address"),
     ("http://me:secret@[::1/p", "http://...: it is no address"), ("https://me:secret@h:99999/p", "https://...: it is"),
-    ("http://me:secr/et@h/p", "http://...: it is no address"), ("ftp://me:secret@h/p", "ftp://h...: leave user"),
-    ("https://me:secret@/p", "https://...: leave user"), ("https://@/p", "https://...: expected https://"),
-    ("http://a b/p", "a host, and the pack's place"),
+    ("http://me:secr/et@h/p", "http://...: it is no address"), ("ftp://me:secret@h/p", "ftp://h...: remove user"),
+    ("https://me:secret@/p", "https://...: remove user"), ("https://@/p", "https://...: expected https://"),
+    ("http://a b/p", "a host, and a path"),
 ])  # fmt: skip
 def test_an_address_that_cannot_be_is_one_line_without_its_secrets(started, tmp_path, url, words):
     outcome = run_train(tmp_path, *started.argv, "--data-path", url, "--output-dir", tmp_path / "out")

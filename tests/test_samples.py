@@ -121,7 +121,7 @@ def test_a_key_of_an_earlier_shard_and_shards_that_look_like_class_tars_are_refu
     with pytest.raises(UserError, match=r"x-train-1.tar, '1.cls': an earlier tar has this key"):
         open_source(tmp_path / "train")
     for split, first in (("val", "00000"), ("test", "part0")):
-        with pytest.raises(UserError, match=rf"{first}.tar holds labels beside .* such tars {split}-000000.tar"):
+        with pytest.raises(UserError, match=rf"{first}.tar holds images with labels; .* {split}-000000.tar"):
             open_source(tmp_path / split)
 
 
