@@ -88,8 +88,8 @@ def batches_of(sampler: Any) -> Iterable[list[int]]:
     return () if sampler is None else BatchSampler(sampler, sampler.batch_size, drop_last=False)
 
 
-class _Filler(Dataset):
-    """The data set of a worker process: it loads a batch at a time, into its slot, if any."""
+class _TaskDataset(Dataset):
+    """The data set of a worker process, whose keys are tasks: it loads a batch at a time, into its slot, if any."""
 
     def __init__(self, sets: list[Dataset], slots: list[Tensor]) -> None:
         self.sets, self.slots = sets, slots
@@ -108,6 +108,8 @@ class _Filler(Dataset):
 
 class BatchLoader:
     """Load batches of uint8 images and their classes, as `collate`, in this process or in worker processes.
+
+    A `DataLoader` gives it no more than its processes: what it loads are `_Tasks`, of a batch each.
 
     Workers put images into shared memory and reuse it: a later batch overwrites it, so copy images that are to stay. A
     fresh page of shared memory would cost more than the copy into it. The batches take
@@ -141,7 +143,7 @@ class BatchLoader:
         self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)) if num_slots else []
         self._sets, self._set_number, self._tasks = [dataset], 0, _Tasks(num_slots, num_workers)
         self.loader = DataLoader(
-            _Filler(self._sets, self.slots),
+            _TaskDataset(self._sets, self.slots),
             batch_sampler=self._tasks,
             num_workers=num_workers,
             prefetch_factor=_PREFETCH_FACTOR if num_workers else None,

@@ -142,37 +142,56 @@ class HttpStore:
                 an index has, too many open files, or a server without ranged reads.
             _PassingError: it may succeed later.
         """
-        where = f"{self.url.geturl()}/{name}"
+        where, most = f"{self.url.geturl()}/{name}", size or _MAX_INDEX_BYTES
+        path = f"{urllib.parse.quote(self.url.path, safe='/%')}/{urllib.parse.quote(name)}"
         headers = {} if size is None else {"Range": f"bytes={start}-{start + size - 1}"}
         try:
-            path = f"{urllib.parse.quote(self.url.path, safe='/%')}/{urllib.parse.quote(name)}"
-            response = self._connect().get(path, headers, where, most := size or _MAX_INDEX_BYTES)
-            is_wanted = response.status == (200 if size is None else 206)
-            if is_wanted and (response.length or 0) > most:  # before memory is taken for it
+            response = self._get(path, headers, partial(_Answer, where, most))
+            if response.status != (200 if size is None else 206):
+                self._local.pid = None  # what follows on this connection is the body of a refusal
+                raise _refused(where, response)
+            if (response.length or 0) > most:  # before memory is allocated for it
                 raise _too_long(where, most)
-            content = response.read() if is_wanted else b""
-            self._local.connection = self._local.connection if is_wanted else None
+            content = response.read()
         except ssl.SSLCertVerificationError as error:
             raise UserError(f"{where}: {error.verify_message}; SSL_CERT_FILE=FILE trusts those in it") from error
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
-            self._local.connection = None
+            self._local.pid = None
             raise explain_limit(error) or _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        if is_wanted and size is None:
+        if size is None:
             return content, len(content)
-        if is_wanted:
-            whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
-            return content, int(whole) if whole.isdecimal() and len(whole) < 20 else None
-        if response.status == 200:
-            raise UserError(f"{where}: the server sends whole files instead of ranges; use one that has ranges")
-        reason, target = f"{response.status} {response.reason}", response.getheader("Location", "").partition("?")[0]
-        reason += f" to {target}, which is not followed" if target else ""
-        raise _refusal(where, response.status, reason, response.getheader("Retry-After"))
+        whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
+        return content, int(whole) if whole.isdecimal() and len(whole) < 20 else None
 
-    def _connect(self) -> "_Connection":
-        known = getattr(self._local, "connection", None)
-        if known is None or known.pid != os.getpid():  # a forked process must not share its parent's
-            self._local.connection = known = _Connection(self.url)
-        return known
+    def _get(self, path: str, headers: dict[str, str], answer: Callable) -> http.client.HTTPResponse:
+        """Return the answer to a GET; a kept connection that the server has closed meanwhile is opened again."""
+        if getattr(self._local, "pid", None) != os.getpid():  # a forked process must not share its parent's
+            self._local.connection, self._local.pid = self._connect(), os.getpid()
+        connection = self._local.connection
+        connection.response_class = answer
+        is_kept = connection.sock is not None
+        try:
+            connection.request("GET", path, headers=headers)
+            return connection.getresponse()
+        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+            if not is_kept:
+                raise
+        connection.close()
+        return self._get(path, headers, answer)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self.url.scheme == "http":
+            return http.client.HTTPConnection(self.url.hostname, self.url.port, timeout=_SILENCE_S)
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(self.url.hostname, self.url.port, timeout=_SILENCE_S, context=context)
+
+
+class _Answer(http.client.HTTPResponse):
+    """An answer that comes in time and has an end, however many bytes or answers come before its headers."""
+
+    def __init__(self, where: str, most: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fp = io.BufferedReader(_BoundedReader(self.fp.detach(), where, most))
 
 
 def _too_long(where: str, most: int) -> UserError:
@@ -207,32 +226,13 @@ class _BoundedReader(io.RawIOBase):
         super().close()
 
 
-class _Connection:
-    """A kept connection to a server, which belongs to a process."""
-
-    def __init__(self, url: urllib.parse.SplitResult) -> None:
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        more = {"context": ssl.create_default_context()} if url.scheme == "https" else {}
-        self.pid, self.connection = os.getpid(), kind(url.hostname, url.port, timeout=_SILENCE_S, **more)
-
-    def get(self, path: str, headers: dict[str, str], where: str, most: int) -> http.client.HTTPResponse:
-        """Return the answer to a GET, of bounded length; a connection that the server has closed is opened again."""
-
-        def bounded(*args: Any, **kwargs: Any) -> http.client.HTTPResponse:
-            response = http.client.HTTPResponse(*args, **kwargs)
-            response.fp = io.BufferedReader(_BoundedReader(response.fp.detach(), where, most))
-            return response
-
-        self.connection.response_class = bounded
-        for is_kept in (self.connection.sock is not None, False):
-            try:
-                self.connection.request("GET", path, headers=headers)
-                return self.connection.getresponse()
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                self.connection.close()
-                if not is_kept:
-                    raise
-        raise AssertionError
+def _refused(where: str, response: http.client.HTTPResponse) -> Exception:
+    """Return the error of an answer without the wanted bytes."""
+    if response.status == 200:
+        return UserError(f"{where}: the server sends whole files instead of ranges; use one that has ranges")
+    target = response.getheader("Location", "").partition("?")[0]
+    reason = f"{response.status} {response.reason}" + (f" to {target}, which is not followed" if target else "")
+    return _refusal(where, response.status, reason, response.getheader("Retry-After"))
 
 
 def _refusal(where: str, status: int, reason: str, retry_after: str | None = None) -> Exception:
