@@ -140,20 +140,6 @@ def test_tools_give_the_numbers_of_the_cpu(runs, tmp_path, tool):
     assert differing(*found) == [] if tool != "evaluate" else found[0]["sets"] == found[1]["sets"]
 
 
-def test_a_copy_to_the_host_that_does_not_block_arrives_with_a_wait(tmp_path):
-    run_ranks(_copy_without_waiting, 1, log_folder=tmp_path).check()
-
-
-def _copy_without_waiting():
-    far.register()
-    there = torch.ones(3, device="far")
-    here = there.to("cpu", non_blocking=True)
-    assert here.isnan().all()
-    far.device.current_stream().record_event().synchronize()
-    assert here.eq(1).all()
-    assert there.cpu().eq(1).all()
-
-
 # The host's waits for the device. A line reads the sums of the metrics, the norm of the gradients, and that of the
 # weights; a record that is due before it waits for it.
 
