@@ -87,9 +87,9 @@ def write_atomically(
     sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, as `write_atomically`."""
-    write_atomically(path, (json.dumps(value, indent=indent) + "\n").encode())
+    write_atomically(path, (json.dumps(value) + "\n").encode())
 
 
 def sync_folder(folder: Path) -> None:
@@ -143,9 +143,9 @@ def lock_file(path: Path, notice: Callable[[], str], wait_s: float = math.inf) -
 
 
 @contextmanager
-def locked(path: Path, notice: str, wait_s: float = math.inf) -> Iterator[None]:
+def locked(path: Path, notice: str) -> Iterator[None]:
     """Hold the lock of a file, as `lock_file`, and remove the file afterwards."""
-    descriptor = lock_file(path, lambda: notice, wait_s)
+    descriptor = lock_file(path, lambda: notice)
     try:
         yield
     finally:

@@ -251,31 +251,36 @@ def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator
 
     UserError if a row lacks one of them, or the list does not say of which split its images are.
     """
-    is_of_all = path.stem == "images"
+    is_of_all, has_splits = path.stem == "images", split in SPLITS
     allowed = SPLITS if is_of_all else (split,)
-    needed = ("path", "label", *(["split"] if is_of_all and split != "train" else []))
-    optional = ("split",) if split in SPLITS else ()
-    for line, row in read_table(path, needed, optional):
+    needed = ("path", "label", "split") if is_of_all and split != "train" else ("path", "label")
+    for line, row in read_table(path, needed, ("split",) if has_splits else ()):
         where = f"{path}, line {line}"
-        values = {"split": allowed[0]} | {name: row[name] for name in (*needed, *optional) if name in row}
-        label = values["label"]
-        labels = [label]
-        if separator is not None:
-            labels = label.split(separator) if isinstance(label, str) else label if isinstance(label, list) else [label]
-        labels = list(map(as_label, labels))
-        labels = labels if separator is None else [each for each in labels if each != ""]
-        values["label"] = None if None in labels else labels[0] if labels else "none"
-        if wrong := [name for name, value in values.items() if not isinstance(value, str) or not value]:
-            hint = " (several labels need --multi-label)" if isinstance(label, list) and separator is None else ""
+        labels, own_split = _labels_of(row["label"], separator), row.get("split", allowed[0]) if has_splits else split
+        is_text = {"path": _is_text(row["path"]), "split": _is_text(own_split), "label": all(map(_is_text, labels))}
+        if wrong := [name for name in is_text if not is_text[name]]:
+            hint = " (several labels need --multi-label)" if isinstance(row["label"], list) and not separator else ""
             raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number{hint}"))
         if separator is not None and (cut := [each for each in labels if separator in each]):
             raise UserError(one_line(f"{where}: label {cut[0]!r} holds {separator!r}; give --multi-label another one"))
-        if values["split"] not in allowed:
-            raise UserError(one_line(f"{where}: split {values['split']!r}; expected {' or '.join(allowed)}"))
+        if own_split not in allowed:
+            raise UserError(one_line(f"{where}: split {own_split!r}; expected {' or '.join(allowed)}"))
         for label in labels:
             check_class(where, label)
-        if not is_of_all or values["split"] == split:
-            yield line, values["path"], (separator or "").join(sorted(set(labels)))
+        if not is_of_all or own_split == split:
+            yield line, row["path"], (separator or "").join(sorted(set(labels)))
+
+
+def _labels_of(value: object, separator: str | None) -> list[str | None]:
+    """Return the labels in a value, each as `as_label`; without a separator one, which may be empty."""
+    if separator is None:
+        return [as_label(value)]
+    values = value.split(separator) if isinstance(value, str) else value if isinstance(value, list) else [value]
+    return [label for label in map(as_label, values) if label != ""]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[int, dict]]:
