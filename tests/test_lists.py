@@ -166,16 +166,6 @@ def test_labels_that_look_like_several_are_named(folder, capsys):
     assert len(open_named("--set", f"v={folder / 'train.csv'}")[1]) == len(open_source(folder / "train"))
 
 
-def test_an_image_in_both_lists_is_refused(folder):
-    for split in ("train", "val"):
-        write_list(folder / f"{split}.csv", rows_of(folder, split, folder))
-    lists.check_apart(*(open_source(folder / split) for split in ("train", "val")))
-    rows = rows_of(folder, "val", folder)
-    write_list(folder / "train.csv", [*rows_of(folder, "train", folder), *rows[:2]])
-    with pytest.raises(UserError, match=r"both hold 2 images, such as .*/val/.*remove them from one of the two"):
-        lists.check_apart(*(open_source(folder / split) for split in ("train", "val")))
-
-
 @pytest.mark.parametrize("way", ["absolute", "link", "linked folder"])
 def test_a_file_is_known_by_every_path_and_link_to_it(folder, tmp_path, monkeypatch, way):
     monkeypatch.setattr(index, "RACY_NS", 0)

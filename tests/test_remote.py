@@ -97,32 +97,26 @@ def test_a_hundred_faults_change_no_byte(server, packed, tmp_path):
     assert {fault for _, _, fault in server.requests} >= set(FAULTS)
 
 
+LATER = "(tried for 0.3 s); --resume auto goes on"
+
+
 @pytest.mark.parametrize(("always", "words"), [
     ("404", "404 Not Found: there is no such object or bucket"), ("403", "the credentials do not allow it"),
-    ("401", "give credentials"), ("410", "the server refuses"),
-    ("302", "302 Found to https://elsewhere/x, which is not followed: the server refuses to send it"),
-    ("503", "(tried for 0.3 s); --resume auto goes on"),
-    ("silent", "(tried for 0.3 s); --resume auto goes on"), ("wrong", "is no index of this version"),
+    ("401", "give credentials"), ("410", "the server refuses"), ("503", LATER), ("cut", LATER), ("silent", LATER),
+    ("302", "302 Found to https://elsewhere/x, which is not followed: the server refuses to send it"), ("wrong", ""),
 ])  # fmt: skip
-def test_an_index_that_cannot_be_had_is_one_line(server, tmp_path, always, words):
-    server.always = always
-    with pytest.raises(UserError) as caught:
-        open_pack(server, tmp_path, timeout_s=0.3)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("always", "words"), [
-    ("404", "there is no such object or bucket"), ("503", "--resume auto goes on"), ("cut", "--resume auto goes on"),
-    ("wrong", "not the CRC-32 of the index"),
-])  # fmt: skip
-def test_an_image_that_cannot_be_had_ends_in_a_line_that_names_the_object(server, tmp_path, always, words):
-    ours = open_pack(server, tmp_path, timeout_s=0.3)
-    server.always = always
-    with pytest.raises(ImageError) as caught:
-        ours.read(0)
-    assert words in str(caught.value)
-    assert f"{server.url}/train-000000.tar" in str(caught.value)
+def test_what_cannot_be_had_is_one_line_that_names_the_object(server, tmp_path, always, words):
+    ours, server.always = open_pack(server, tmp_path, timeout_s=0.3), always
+    for file, error, read in [
+        ("train.index.gz", UserError, lambda: open_pack(server, tmp_path, timeout_s=0.3)),
+        ("train-000000.tar", ImageError, lambda: ours.read(0)),
+    ]:
+        with pytest.raises(error) as caught:
+            read()
+        of_content = "is no index of this version" if error is UserError else "not the CRC-32 of the index"
+        assert (words or of_content) in str(caught.value)
+        assert f"{server.url}/{file}" in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_expected_images_are_fetched_once_and_errors_come_with_the_image(server, packed, tmp_path):
