@@ -21,11 +21,10 @@ from checkpointing.published import is_stored, take_published_options
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import BadImageError, ImageError, UserError, counted, in_one_line
-from files import read_bytes
+from files import read_bytes, retry
 from loading.decode import decode_plainly
 from loading.fill import start_filling
 from loading.forms import check_source, find_sources, open_named, open_source, open_split, remote_options
-from loading.index import RETRY_WAITS_S, with_retries
 from loading.lists import check_apart
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.remote import is_remote
@@ -122,15 +121,12 @@ class IndexedImageFolder(Dataset):
         """
         payload = None
         try:
-            payload = with_retries(partial(self.index.read, key))
-            return with_retries(partial(self._transform, key, payload)), self.index.label(key)
+            payload = retry(partial(self.index.read, key))
+            return retry(partial(self._transform, key, payload)), self.index.label(key)
         except (MemoryError, OSError) as error:
             reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
-            raise self.error(
-                key,
-                f"{reason} (tried {len(RETRY_WAITS_S) + 1} times); its bytes are not at fault: check the disk and the "
-                "memory, and start again",
-            ) from error
+            remedy = "the file itself may be intact: check the disk and the memory, and start again"
+            raise self.error(key, f"{reason} (tried 4 times); {remedy}") from error
         except BadImageError as error:
             raise self.error(key, f"{error}; replace the file") from error
         except ImageError:
@@ -407,7 +403,7 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Resolved) -> list[Ba
     """
     first, *others = [dataset for dataset in datasets if dataset is not None]
     loader = build_loader(first, None, args)
-    loaders = iter([loader, *map(loader.beside, others)])
+    loaders = iter([loader, *map(loader.sharing_workers, others)])
     loader.start()
     return [None if dataset is None else next(loaders) for dataset in datasets]
 

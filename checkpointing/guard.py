@@ -319,9 +319,8 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
             f"these change the numbers of the run; to continue anyway, give --allow-change {_dashed(changeable)}"
         )
     begin, has_lines = f"cannot resume (--resume {args.resume}):", len(differing) > 3
-    error = UserError("\n  ".join([begin, *parts]) if has_lines else f"{begin} {'; '.join(parts)}")
-    error.has_lines = has_lines
-    return error
+    message = "\n  ".join([begin, *parts]) if has_lines else f"{begin} {'; '.join(parts)}"
+    return UserError(message, has_lines=has_lines)
 
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
