@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Any
 
 from errors import UserError, did_you_mean
@@ -564,19 +563,20 @@ def parse_allowed(text: str | None) -> set[str]:
 
 
 class HelpOnWord(argparse.Action):
-    """`--help`, and `--help WORD` for the options that speak of it."""
+    """`--help`, and `--help WORD` for the options that mention it."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: Any, word: str, __: str | None = None) -> None:
         """Print the help, and exit."""
         if word:
+            from settings.other_scripts import lines_about  # which reads this module's table
+
             found = [action for action in parser._actions if word in f"{action.option_strings} {action.help}".lower()]
-            page = (Path(__file__).parents[1] / "docs" / "other-scripts.md").read_text()
-            rows = [row for row in page.splitlines() if row.startswith("| `") and word in row.split("|")[1].lower()]
-            if not found and not rows:
-                raise UserError(f"--help {word}: no option speaks of it")
+            lines = [] if found else lines_about(word)
+            if not found and not lines:
+                raise UserError(f"--help {word}: no option mentions it")
             formatter = parser.formatter_class(parser.prog)
             formatter.add_arguments(found)
-            print(formatter.format_help() if found else "\n".join([*rows, ""]), end="")
+            print(formatter.format_help() if found else "\n".join([*lines, ""]), end="")
         else:
             parser.print_help()
         parser.exit()
@@ -585,7 +585,7 @@ class HelpOnWord(argparse.Action):
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the word that was probably meant."""
 
-    explain: Callable[..., UserError] | None = None  # from (words, actions)
+    explain: Callable[..., UserError] | None = None  # from (words, parser)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Refuse --."""
@@ -604,7 +604,7 @@ class OneLineParser(argparse.ArgumentParser):
         if not unknown:
             return parsed
         if self.explain is not None:
-            raise self.explain(sys.argv[1:] if args is None else args, self._option_string_actions)
+            raise self.explain(sys.argv[1:] if args is None else args, self)
         hint = did_you_mean(unknown[0].split("=")[0], self._option_string_actions)
         raise UserError(f"unrecognized argument {unknown[0]}{hint} (--help lists the options)")
 
@@ -639,7 +639,7 @@ def build_parser(*, add_help: bool = True) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if add_help:
-        text = "show all options, or those that speak of a word, and exit"
+        text = "show all options, or only those that mention WORD, and exit"
         nothing = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
         parser.add_argument(
             "-h", "--help", metavar="WORD", nargs="?", const="", type=str.lower, action=HelpOnWord, help=text, **nothing

@@ -1,6 +1,7 @@
 """Command lines of timm's, pytorch/examples' and older torchvision's scripts, rewritten for here.
 
-The flags are the rows of docs/other-scripts.md. Only a command line that cannot be parsed comes here.
+The flags are the rows of other_scripts.toml, of which `python -m settings.other_scripts` prints the table for
+docs/other-scripts.md. Only a command line that cannot be parsed comes here, and `--help WORD`.
 """
 
 import argparse
@@ -8,7 +9,8 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -27,48 +29,32 @@ class OtherFlag(NamedTuple):
     remark: str  # one that begins with `with` says what is done here anyway, and is for readers of the table
 
 
-def read_other_flags() -> dict[str, OtherFlag]:
-    """Return the flags of other scripts by their names: the table of docs/other-scripts.md."""
-    flags = {}
-    for line in (Path(__file__).parents[1] / "docs" / "other-scripts.md").read_text().splitlines():
-        if line.startswith("| `"):
-            names, script, here, remark = (cell.strip() for cell in line[1:-1].split("|"))
-            for flag in names.replace("`", "").split(", "):
-                name, *values = flag.split()
-                flags[name] = OtherFlag(values, script, here.replace("`", ""), remark)
-    return flags
-
-
-# Values of other scripts and ours; none else has one here.
-_THEIR_VALUES = {
-    "--sched": {"cosine": "cosineannealinglr", "step": "steplr", "multistep": "multisteplr", "poly": "polylr"},
-    "--remode": {"pixel": "pixel", "const": "zero"},
-    "--eval-metric": {"top1": "acc1", "top5": "acc5", "loss": "loss"},
+DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+FLAGS = {
+    name: OtherFlag(values, script, here, remark)
+    for names, script, here, remark in DATA["rows"]
+    for name, *values in map(str.split, names.split(", "))
 }
-# What is so here anyway.
-_NEEDLESS = {
-    "--clip-mode norm", "--clip-mode value", "--clip-mode agc", "--recount 1", "--tta 0", "--vflip 0", "--aug-splits 0",
-    "--train-crop-mode rrc", "--color-jitter-prob 1", "--cooldown-epochs 0", "--epoch-repeats 0", "--lr-k-decay 1",
-    "--lr-cycle-mul 1", "--lr-cycle-limit 1", "--input-img-mode RGB", "--model-dtype float32", "--recovery-interval 0",
-}  # fmt: skip
-# Words for here of a flag beside another, or beside a value.
-_BESIDE = {
-    "--clip-grad": {"--clip-mode agc": "--clip-agc NORM", "--clip-mode value": "--clip-grad-value NORM"},
-    **{flag: {"--sched poly": "--lr-power F"} for flag in ("--decay-rate", "--dr")},
-    **{flag: {"--lr": "leave it out"} for flag in ("--lr-base", "--lr-base-size", "--lr-base-scale")},
-    "--apex": {"--apex-opt-level O0": "leave it out"},  # which is float32
-    "--pretrained": dict.fromkeys(("--initial-checkpoint", "--pretrained-path"), "leave it out"),
-    "--experiment": {"--output": "leave it out"}, "--img-size": {"--input-size": "leave it out"},
-    "--torchcompile": {"--torchcompile-mode": "leave it out"}, "--tta": {"--tta 2": "--eval-flip"},
-}  # fmt: skip
-# What timm's defaults come to beside a flag or its value, in words of timm's or ours.
-_IMPLIED = {
-    "--lr-base|--lr-base-size|--lr-base-scale": "--lr-base-scale SCALE --lr-base-size 256",
-    "--warmup-lr|--warmup-epochs": "--warmup-epochs 5 --warmup-lr 1e-5 --no-lr-warmup-prefix",
-    "--sched step": "--decay-epochs 90", "--sched poly": "--decay-rate 0.1",
-    "--sched multistep": "--decay-milestones 90 180 270", "--reprob": "--remode pixel",
-    "--model-ema": "--model-ema-steps 1 --no-model-ema-adjust --model-ema-decay 0.9998",
-}  # fmt: skip
+
+
+def table_of(rows: Iterable[Sequence[str]] = DATA["rows"]) -> str:
+    """Return rows of the data as a Markdown table."""
+    lines = ["| flag | of | here | |", "|---|---|---|---|"]
+    for names, script, here, remark in rows:
+        flags = ", ".join(f"`{flag}`" for flag in names.split(", "))
+        lines.append(f"| {flags} | {script} | {f'`{here}`' if here.startswith('--') else here} | {remark} |")
+    return "\n".join(re.sub(" +", " ", line) for line in lines)
+
+
+def lines_about(word: str) -> list[str]:
+    """Return a line for each row of flags that hold a word."""
+    rows = [row for row in DATA["rows"] if word in row[0].lower()]
+    return [
+        f"{names} of {script or 'other scripts'}: {here}{remark and f' ({remark})'}"
+        for names, script, here, remark in rows
+    ]
+
+
 # Flags of which pytorch/examples has none: beside one of them the batch is ours.
 _NOT_THEIRS = {"--data-path", "--recipe", "--global-batch-size"}
 # Flags whose values here depend on other options, each after those that it depends on.
@@ -84,20 +70,21 @@ class OtherCommand:
     """
 
     def __init__(self, words: Sequence[str], known: dict[str, argparse.Action]) -> None:
-        self.table, self.known, self.phrases = read_other_flags(), known, []
+        self.known, self.phrases = known, []
+        self.is_understood = True  # whether every word has a meaning here, so that the command can be run
         groups = [*self._groups(list(words))]
         self.given = given = {}
         for flag, values in groups:
             adds_up = isinstance(known.get(flag), argparse._ExtendAction)
             given[flag] = [*given.get(flag, []) * adds_up, *values]
         self.said = {*given, *(re.sub(r"\.0*$", "", f"{flag} {each[0]}") for flag, each in given.items() if each)}
-        scripts = {self.table[flag].script for flag in given.keys() & self.table.keys()}
+        scripts = {FLAGS[flag].script for flag in given.keys() & FLAGS.keys()}
         self.is_timms = "timm" in scripts
         if self.is_timms:
             for flag in {"--model", "--opt"} & given.keys():
                 given[flag] = [re.sub("^(?!.*[/:])", "timm/", given[flag][0])]
             if "--color-jitter" in given and "3a" not in "".join(given.get("--aa", ["3a"])):
-                self.phrases.append(f"--color-jitter {given.pop('--color-jitter')[0]} has no need beside --aa")
+                self.phrases.append(f"--color-jitter {given.pop('--color-jitter')[0]} is not needed beside --aa")
         # By option, so that none is there twice; a flag without a place stays as it is, to be refused again.
         self.typed = {known[flag].dest: [flag, *given[flag]] for flag, _ in groups if flag in known and flag in given}
         self.options: dict[str, list[str]] = {}
@@ -117,7 +104,12 @@ class OtherCommand:
         launch = read_launch()
         nodes = f"--nnodes={launch.num_nodes} " if launch.num_nodes > 1 else ""
         starter = f"torchrun {nodes}--nproc_per_node={launch.num_local}" if launch.is_torchrun else "python"
-        return f"{starter} train.py {shlex.join(word for words in self.options.values() for word in words)}"
+        return f"{starter} train.py {shlex.join(self.words)}"
+
+    @property
+    def words(self) -> list[str]:
+        """The command line here."""
+        return [word for words in self.options.values() for word in words]
 
     def _share_batch(self) -> None:
         """Give the batch of pytorch/examples, which the GPUs of a machine share, as that of a process and of all."""
@@ -137,9 +129,9 @@ class OtherCommand:
             if not flag.startswith("-"):
                 yield word, []
                 continue
-            if re.match("-[^-].", flag) and flag not in self.table and flag[:2] in self.known:  # -j8
+            if re.match("-[^-].", flag) and flag not in FLAGS and flag[:2] in self.known:  # -j8
                 flag, equals, value = flag[:2], "=", word[2:].removeprefix("=")
-            if flag not in self.table and "_" in flag and (dashed := flag.replace("_", "-")) in self.known | self.table:
+            if flag not in FLAGS and "_" in flag and (dashed := flag.replace("_", "-")) in self.known | FLAGS:
                 self.phrases.append(f"{flag} is {dashed}")
                 flag = dashed
             values = [value] if equals else []
@@ -153,40 +145,45 @@ class OtherCommand:
         if flag in self.known:
             nargs = self.known[flag].nargs
             return 1 if nargs in (None, "?") else nargs if isinstance(nargs, int) else math.inf
-        values = self.table[flag].values if flag in self.table else ["VALUE"]
+        values = FLAGS[flag].values if flag in FLAGS else ["VALUE"]
         return math.inf if "..." in "".join(values) else len(values)
 
     def _implied(self) -> dict[str, list[str]]:
         """Return the flags, of timm or of here, that timm's defaults come to beside the given ones."""
         adapts = any(name in "".join(self.given.get("--opt", ())).lower() for name in ("ada", "lamb"))
-        words = [words for beside, words in _IMPLIED.items() if self.said.intersection(beside.split("|"))]
+        words = [words for flags, words in DATA["implied"].items() if self.said.intersection(flags.split("|"))]
         text = " ".join([*words, "--no-decay-1d"]).replace("SCALE", "sqrt" if adapts else "linear")
         return dict(self._groups(text.split()))
 
     def _translate(self, flag: str, values: list[str]) -> str:
         """Add the words for here of a flag of another script; return what becomes of it, with a remark."""
-        row = self.table.get(flag)
+        row = FLAGS.get(flag)
         if row is None and not flag.startswith("-") and not {"--data-path", "--data-dir"} & self.given.keys():
             row = OtherFlag([], "", f"--data-path {shlex.quote(flag)}", "") if "data_path" not in self.options else None
         if row is None:
-            self.options[flag] = [flag, *values]
-            return f"is unknown{did_you_mean(flag, [*self.known, *self.table])}"
-        beside = next((other for other in _BESIDE.get(flag, ()) if other in self.said), "")
-        here, theirs = _BESIDE[flag][beside] if beside else row.here, _THEIR_VALUES.get(flag, {})
-        if any(text.startswith(f"{flag} ") for text in _NEEDLESS & self.said) or self._is_idle(here):
-            return "has no need here"
-        remark = f" ({row.remark})" if row.remark and not beside and not row.remark.startswith("with") else ""
+            self.is_understood = False
+            there = [name for name, other in FLAGS.items() if other.here.startswith("--")]
+            return f"is unknown{did_you_mean(flag, [*self.known, *there])}"
+        special = DATA["with"].get(flag, {})
+        partner = next((other for other in special if other in self.said), "")
+        here, theirs = special[partner] if partner else row.here, DATA["values"].get(flag, {})
+        if any(text.startswith(f"{flag} ") for text in self.said.intersection(DATA["not_needed"])) or self._is_idle(
+            here
+        ):
+            return "is not needed here"
+        remark = f" ({row.remark})" if row.remark and not partner and not row.remark.startswith("with") else ""
         if here in ("leave it out", "not here"):
-            place = f"beside {beside}" if beside else "here"
-            return (f"has no need {place}" if here == "leave it out" else "is not here") + remark
+            where = f"beside {partner}" if partner else "here"
+            return (f"is not needed {where}" if here == "leave it out" else "is not here") + remark
         ours = [theirs[value] for value in values if value in theirs] if theirs else values
         if flag == "--input-size" and values[1:2] != values[2:]:
             ours = []
         words = self._fill(flag, ours, row, here)
         if not self._place(words):
-            self.options |= {flag: [flag, *values]} if flag in self.given else {}
+            self.is_understood &= flag not in self.given
             return f"and other flags give {words[0]} two values; give one"
         if values and not ours:
+            self.is_understood = False
             return f"is not here{did_you_mean(values[0], theirs)} ({row.remark})"
         return f"is {shlex.join(words)}{'' if theirs else remark}"
 
@@ -202,7 +199,7 @@ class OtherCommand:
 
     def _is_idle(self, here: str) -> bool:
         """Tell whether words for here have no effect beside timm's schedule; a mistyped one may be any."""
-        theirs, sched = _THEIR_VALUES["--sched"], "".join(self.given.get("--sched", ()))
+        theirs, sched = DATA["values"]["--sched"], "".join(self.given.get("--sched", ()))
         needs = getattr(BY_NAME.get(here.split()[0][2:].replace("-", "_")), "needs", "")
         is_meant = sched in theirs or (sched and not did_you_mean(sched, theirs))
         needed = re.split("[=|]", needs) if needs.startswith("lr_scheduler=") and is_meant else []
@@ -216,6 +213,7 @@ class OtherCommand:
             with suppress(UserError, ValueError, TypeError, ZeroDivisionError):
                 return self._compute(flag, *values)
         filled = dict(zip(row.values, values, strict=False))
+        self.is_understood &= filled.keys() >= {*row.values} and "PX" not in here
         parts = [re.fullmatch("(.*[/:=])?(.*)", word).groups("") for word in shlex.split(here)]
         return [begin + filled.get(name, name) for begin, name in parts]
 
@@ -251,11 +249,26 @@ class OtherCommand:
         return ["--val-resize-size", str(math.floor(side / float(value)))]
 
 
-def explain(words: Sequence[str], known: dict[str, argparse.Action]) -> UserError:
-    """Return the error about a command line with unknown words; arguments as of `OtherCommand`."""
-    command = OtherCommand(words, known)
+def explain(words: Sequence[str], parser: argparse.ArgumentParser) -> UserError:
+    """Return the error about a command line with words that are unknown to the parser.
+
+    It ends with the command here if every word of the command line is understood.
+    """
+    command = OtherCommand(words, parser._option_string_actions)
     named, before, after = ("arguments", "\n  ", "\n") if command.phrases[1:] else ("argument", " ", "; ")
     timms = " (what it does not give has the defaults of here, not timm's)" if command.is_timms else ""
     phrases = before.join(["", *command.phrases])
+    end = "--help lists the options"
+    try:
+        _, unknown = parser.parse_known_args(command.words)
+        if command.is_understood and not unknown:
+            end = f"the command here{timms}: {command}"
+    except UserError as error:  # a known option does not take its value
+        end = str(error)
+    after = " " if phrases.endswith("?") and after == "; " else after
     # Uncut: half a command would be of no use.
-    return UserError(f"unrecognized {named}:{phrases}{after}for here{timms}: {command}", has_lines=True)
+    return UserError(f"unrecognized {named}:{phrases}{after}{end}", has_lines=True)
+
+
+if __name__ == "__main__":
+    print(table_of())

@@ -4,6 +4,7 @@ import importlib
 import re
 import shlex
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,13 +52,12 @@ KNOWN = {*options.build_parser()._option_string_actions}
 
 
 def translated(line):
-    """Return what is said of each unknown flag of a command line, and the command for here."""
+    """Return what is said of each unknown flag of a command line, and the command here, or None."""
     with pytest.raises(UserError, match="unrecognized") as caught:
         config.parse_args(shlex.split(line))
-    found = re.fullmatch(
-        r"unrecognized arguments?:(.*)(?:\n|; )for here( \(.*\))?: python train\.py ?(.*)", str(caught.value), re.DOTALL
-    )
-    return found[1].removeprefix("\n").strip().split("\n  "), found[3]
+    end = r"(?:the command here(?: \(.*\))?: python train\.py ?(.*)|.*--help lists the options\)?)"
+    found = re.fullmatch(rf"unrecognized arguments?:(.*)(?:\n|; |\? ){end}", str(caught.value), re.DOTALL)
+    return found[1].removeprefix("\n").strip().split("\n  "), found[2]
 
 
 @pytest.mark.parametrize("flag", TIMMS)
@@ -74,7 +74,7 @@ def test_every_flag_of_timms_is_known_or_answered(flag):
 
 
 def test_every_row_of_the_table_names_options_that_are_there():
-    for flag, row in other_scripts.read_other_flags().items():
+    for flag, row in other_scripts.FLAGS.items():
         assert flag not in KNOWN, flag
         words = [word for word in row.here.split() if word.startswith("--")]
         assert {*words} <= KNOWN, flag
@@ -107,27 +107,24 @@ def test_a_whole_command_of_timms_means_the_same_here():
 
 
 @pytest.mark.parametrize(("line", "expected"), [
-    ("--lr-base 0.1 --lr 0.2 --reprob 1 --remode rand", "--lr 0.2 --random-erase 1 --random-erase-fill MODE"),
     ("--decay-epochs 2.4 --decay-rate .97 --sched step", "--lr-scheduler exponentiallr --lr-gamma 0.987389"),
     ("--lr-base 0.1 --opt adamw", "--lr 0.1 --opt timm/adamw --lr-scaling sqrt --lr-scaling-batch 256"),
-    ("--drop-path 0.2 --dropout 0.1 --drop 0.3", "--stochastic-depth 0.2 --dropout 0.1 --drop 0.3"),
     ("-a resnet18 --dist-backend nccl --multiprocessing-distributed --rank 0",
      "--model resnet18 --batch-size 256 --global-batch-size 256"),
     ("-a vgg11 -b 64 --world-size 2", "--model vgg11 --batch-size 64 --global-batch-size 128"),
     ("--recipe digits -a vgg11 -b 8", "--recipe digits --model vgg11 -b 8"), ("--apex --apex-opt-level O0", ""),
-    ("-p 1 --batch_size x", "--print-freq 1 --batch-size x"), ("--apex --apex-opt-level O1", "--amp"),
+    ("-p 1 --batch_size 8", "--print-freq 1 --batch-size 8 --global-batch-size 8"),
+    ("--apex --apex-opt-level O1", "--amp"),
     ("--gp max --model-kwargs a=1 --model-kwargs b=2", "--model-kwargs a=1 b=2 global_pool=max"),
     ("--lr-base 0.1 --lr-base-size 512", "--lr 0.1 --lr-scaling-batch 512 --lr-scaling linear"),
-    ("--recipe resnet50-v1 --crop-pct 0.9", "--recipe resnet50-v1 --val-resize-size PX"), ("--tta 2", "--eval-flip"),
-    ("--input-size 3 96 64", "--in-chans C --train-crop-size H --val-crop-size H"), ("--output", "--output-dir DIR"),
+    ("--tta 2", "--eval-flip"),
     ("--sched poly --decay-rate 0.9", "--lr-scheduler polylr --lr-power 0.9"),
-    ("e --batch_size 64 --epoch 3 -j8", "e --batch-size 64 --epoch 3 -j 8"),
     ("--amp-dtype bfloat16 --native-amp", "--amp-dtype bfloat16 --amp"),
     ("--gpu 1 --fp16", "--device cuda:1 --amp --batch-size 256 --global-batch-size 256"),
-    ("--sched cosin --dr 0.2", "--lr-scheduler NAME --lr-gamma 0.2"), ("--gaussian-blur-prob 0.2", "--blur-prob 0.2"),
+    ("--gaussian-blur-prob 0.2", "--blur-prob 0.2"),
     ("--reprob 0.2", "--random-erase 0.2 --random-erase-fill pixel"),
     ("--clip-grad 2 --clip-mode value", "--clip-grad-value 2"), ("--aa v0 --color-jitter 1", "--auto-augment timm/v0"),
-    ("--clip-grad 0.02 --clip-mode agc", "--clip-agc 0.02"), ("--sched plateau --dr 0.2", "--lr-scheduler NAME"),
+    ("--clip-grad 0.02 --clip-mode agc", "--clip-agc 0.02"),
     ("--sched cosine --dr 0.2", "--lr-scheduler cosineannealinglr"), ("--decay-milestones 3 4", "--lr-milestones 2 3"),
     ("--pin-mem --model-ema", "--model-ema --model-ema-steps 1 --no-model-ema-adjust --model-ema-decay 0.9998"),
     ("--epochs 10 --warmup-epochs 5 --warmup-prefix", "--epochs 15 --lr-warmup-epochs 5 --lr-warmup-method linear "
@@ -141,16 +138,38 @@ def test_lines(line, expected):
     assert translated(f"d {line}")[1].replace(" --no-decay-1d", "") == f"--data-path d {expected}".rstrip()
 
 
+@pytest.mark.parametrize("line", [
+    "--batchsize 32", "--epoch 5", "--modle x", "--sched cosin --dr 0.2", "--sched plateau", "--output",
+    "--remode rand", "--drop-path 0.2 --dropout 0.1 --drop 0.3", "e --batch_size 64 --epoch 3 -j8", "--batch_size x",
+    "--recipe resnet50-v1 --crop-pct 0.9", "--input-size 3 96 64", "--arch", "--smoothing 0.1 --epoch", "--xyzzy",
+    "--data-dir d --modell vgg11", "--batch_size 1 --modell",
+])  # fmt: skip
+def test_no_command_is_proposed_where_a_word_is_not_understood(line):
+    assert translated(f"d {line}")[1] is None
+
+
+@pytest.mark.parametrize("flag", ["--epoch 5", "--epo 5", "--dataset_dir d", "--wandb-proj x", "--scale-lr 1"])
+def test_no_typo_is_taken_for_a_flag_that_is_not_here(flag):
+    meant = re.findall(r"did you mean (--[\w-]+)", " ".join(translated(f"--data-path d {flag}")[0]))
+    assert all(name in KNOWN or other_scripts.FLAGS[name].here.startswith("--") for name in meant)
+
+
+def test_the_page_shows_the_rows():
+    page = (Path(__file__).parents[1] / "docs" / "other-scripts.md").read_text()
+    assert page.endswith(f"\n\n{other_scripts.table_of()}\n"), "python -m settings.other_scripts prints the table"
+
+
 @pytest.mark.parametrize(("line", "expected"), [
     ("--drop-path 0.1 --drop-connect 0.2", "--drop-connect 0.2 and other flags give --stochastic-depth two values;"),
-    ("--pretrained --pretrained-path f", "has no need beside --pretrained-path'"), ("--recount 2", "(one rectangle)'"),
-    ("--aa v0 --color-jitter 0.4", "--color-jitter 0.4 has no need beside --aa'"), ("--xyzzy", "--xyzzy is unknown'"),
+    ("--pretrained --pretrained-path f", "is not needed beside --pretrained-path'"), ("--jsd", "--jsd is not here'"),
+    ("--aa v0 --color-jitter 0.4", "--color-jitter 0.4 is not needed beside --aa'"), ("--xyzzy", "--xyzzy is unknown'"),
     ("--sched cosin", "--sched cosin is not here; did you mean cosine?"), ("--dr 0.1", "--dr 0.1 is --lr-gamma 0.1'"),
-    ("--data-dir 'my photos'", "my photos is --data-path 'my photos'"), ("--recovery-interval 0", "has no need here'"),
-    ("--bach-size 8", "is unknown; did you mean --batch-size?'"), ("--policy-magnitude 15", "is --ra-magnitude 15'"),
-    ("--vflip 0. --no-aug", "--vflip 0. has no need here'"), ("--warmup-epochs 5", "5 --lr-warmup-method linear'"),
+    ("--data-dir 'my photos'", "my photos is --data-path 'my photos'"), ("--recount 2", "(one rectangle)'"),
+    ("--recovery-interval 0", "is not needed here'"),
+    ("--bach-size 8", "is unknown; did you mean --batch-size'"), ("--policy-magnitude 15", "is --ra-magnitude 15'"),
+    ("--vflip 0. --no-aug", "--vflip 0. is not needed here'"), ("--warmup-epochs 5", "5 --lr-warmup-method linear'"),
     ("--recovery-interval 9", "is --checkpoint-steps 9'"), ("--remode rand", "rand is nearer pixel)'"),
-    ("--batch_size 8", "is --batch-size'"), ("--jsd", "--jsd is not here'"), ("--opt-foo 3", "is unknown'"),
+    ("--batch_size 8", "is --batch-size'"), ("--opt-foo 3", "is unknown'"),
     ("--clip-mode x", "not here'"), ("--decay-epochs 40.0", "is --lr-step-size 40'"), ("--vflip 0.5", "not here'"),
 ])  # fmt: skip
 def test_what_is_said_of_a_flag(line, expected):
@@ -210,6 +229,6 @@ def test_help_on_a_word(capsys):
     assert "--epochs" not in shown
     with pytest.raises(SystemExit):
         config.parse_args(["--help", "drop-path"])
-    assert "`--stochastic-depth P`" in capsys.readouterr().out
-    with pytest.raises(UserError, match="xyzzy: no option speaks of it"):
+    assert "--stochastic-depth P" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--help xyzzy"):
         config.parse_args(["--help", "xyzzy"])
