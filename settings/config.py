@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: (args.stop_epoch or 0) >= args.epochs,
      "--stop-epoch {stop_epoch} has no effect with --epochs {epochs}"),
 ]  # fmt: skip
+
+
+def is_installed(package: str) -> bool:
+    """Tell whether a package can be imported; the folder that W&B makes for its runs bears the package's name."""
+    return getattr(find_spec(package), "origin", None) is not None
 
 
 def _misnamed(texts: Sequence[str]) -> str | None:
@@ -116,6 +122,13 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "{found} is about one class an image; leave it or --multi-label out"),
     (lambda args: ("balanced_acc" if args.multi_label else "map") in (args.metrics or ()),
      "--metrics: map is of images with several labels, which --multi-label reads; balanced_acc of one class an image"),
+    (lambda args: "none" in args.logger and args.logger != ["none"],
+     "--logger none stands alone; leave it or the others out"),
+    (lambda args: next((name for name in args.logger if [*map(os.path.basename, args.logger)].count(
+        os.path.basename(name)) > 1), None),
+     "--logger {found} is one name for two loggers; give it once, or rename the file of one"),
+    (lambda args: next((name for name in args.logger if name in ("wandb", "mlflow") and not is_installed(name)), None),
+     "--logger {found} needs a package that is not installed here: pip install {found}"),
     (lambda args: args.balanced_sampler and args.ra_sampler,
      "--balanced-sampler and --ra-sampler are both orders of the images; give one of them"),
     (lambda args: args.use_deterministic_algorithms and (args.compile or "").startswith("max-autotune"),
@@ -528,6 +541,7 @@ def _validate_names(args: Record) -> None:
         ("--auto-augment", args.auto_augment, options.POLICIES, "augmentation policy"),
         ("--lr-scheduler", args.lr_scheduler, options.SCHEDULES, "schedule"),
         *(("--metrics", name, options.MORE_METRICS, "metric") for name in args.metrics or ()),
+        *(("--logger", name, [*options.LOGGERS, "none"], "logger") for name in args.logger),
     ]:
         has_timms = option in ("--opt", "--auto-augment")
         is_elsewhere = given and (split_custom(given) or (has_timms and given.startswith("timm/")))

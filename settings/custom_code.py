@@ -18,7 +18,7 @@ from files import open_to_read
 from settings.options import BY_NAME, WHY_TYPED, split_custom
 
 # Options that take FILE.py:FUNCTION.
-OWN = ("model", "opt", "criterion", "auto_augment", "lr_scheduler", "metrics", "data_path")
+OWN = ("model", "opt", "criterion", "auto_augment", "lr_scheduler", "metrics", "logger", "data_path")
 
 
 def own_code(values: Mapping[str, Any]) -> list[tuple[str, str]]:

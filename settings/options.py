@@ -57,6 +57,7 @@ OPTIMIZERS = read_table("models/optim", "OPTIMIZERS")
 CURVES = read_table("metrics", "curves")
 MORE_METRICS = [name for name in CURVES if name not in ("loss", "acc1", "acc5")]  # computed where --metrics names them
 POLICIES = read_table("presets", "POLICIES")
+LOGGERS = ["tensorboard", "wandb", "mlflow"]
 
 
 def _which_take(option: str, chooser: str = "lr_scheduler", table: dict[str, dict] = SCHEDULES) -> str:
@@ -129,7 +130,8 @@ class Option:
     def add_to(self, group: Any) -> None:
         """Add it to a group of a parser; its help shows the default, unless that is empty or off."""
         is_empty = self.default is None or self.default is False or self.default == ""
-        text = self.help if is_empty else f"{self.help} (default: {self.default})"
+        default = " ".join(self.default) if isinstance(self.default, list) else self.default
+        text = self.help if is_empty else f"{self.help} (default: {default})"
         settings = {"default": argparse.SUPPRESS, "help": text}
         if self.type is bool:
             group.add_argument(self.flag, action=argparse.BooleanOptionalAction, **settings)
@@ -514,6 +516,9 @@ OPTIONS = {
         Option("--metrics", metavar="NAME", nargs="+", resume=FREE,
                help=f"more metrics in records, curves and the Test: line: {', '.join(MORE_METRICS)}, or "
                     "FILE.py:FUNCTION"),
+        Option("--logger", metavar="NAME", default=["tensorboard"], type=lower, nargs="+", resume=FREE, recipe=NEVER,
+               not_with="test_only",
+               help=f"what shows the records besides metrics.jsonl: {', '.join(LOGGERS)}, none, or FILE.py:FUNCTION"),
         Option("--print-freq", default=10, at_least=1, resume=FREE, help="print a log line every N steps"),
         Option("--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
                recipe=NEVER,
