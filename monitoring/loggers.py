@@ -8,15 +8,16 @@ those too that were written while it was off.
 One that has `starts_over` set makes its output anew whenever it is called, and gets all records each time.
 """
 
-import copy
 import json
 import os
 import secrets
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from errors import attempt
@@ -40,21 +41,19 @@ class Progress:
     def __init__(self, folder: Path) -> None:
         path = folder / "loggers.jsonl"
         self._file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self.steps, self.id = {}, ""
+        self.steps = {}  # {logger: {kind: step}}
         for line in read_bytes(path).splitlines():
             with suppress(ValueError, TypeError):  # a power failure may damage it
-                name, kind, value = json.loads(line)
-                if name == "run":
-                    self.id = value
-                else:
-                    self.steps.setdefault(name, {})[kind] = value
-        if not self.id:
-            self.id = secrets.token_hex(4)
-            self.note("run", "id", self.id)
+                name, kind, step = json.loads(line)
+                self.steps.setdefault(name, {})[kind] = step
+        if "run" not in self.steps:
+            self.note("run", "id", secrets.token_hex(4))
+        self.id = self.steps["run"]["id"]
 
-    def note(self, *row: Any) -> None:
-        """Add a line: a logger, a kind of records and a step."""
-        os.write(self._file, f"{json.dumps(row)}\n".encode())
+    def note(self, name: str, kind: str, step: Any) -> None:
+        """Keep that a logger has got a record."""
+        self.steps.setdefault(name, {})[kind] = step
+        os.write(self._file, f"{json.dumps([name, kind, step])}\n".encode())
 
 
 class Feed:
@@ -64,79 +63,68 @@ class Feed:
     run's next start, which hands over what it missed.
 
     Args:
-        name: the logger's name among the options.
-        logger: the function.
-        folder: the run's folder.
-        facts: the run's metadata.
-        records: returns those in metrics.jsonl.
-        progress: what loggers of earlier starts have got; None if this one starts over.
+        name: the logger's name in messages and in loggers.jsonl.
+        call: returns the logger's object.
+        records: returns the records in metrics.jsonl.
+        progress: what loggers have got so far; None if this one starts over.
     """
 
-    def __init__(
-        self, name: str, logger: Callable, folder: Path, facts: dict, records: Callable, progress: Progress | None
-    ) -> None:
-        # A file of one's own may move.
-        self.name, self._call = os.path.basename(name), lambda: logger(folder, copy.deepcopy(facts))
-        self._records, self._progress = records, progress
-        self._steps = progress.steps.get(self.name, {}) if progress else {}
-        self._logger, self._is_off = None, False
+    def __init__(self, name: str, call: Callable, records: Callable[[], list], progress: Progress | None) -> None:
+        self._name, self._call, self._records, self._progress = name, call, records, progress
+        self._logger, self._steps = None, {}
         self._queue = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"logger {self.name}", daemon=True)
+        self._queue.put([])  # at once what it lacks: before the first record may lie an hour
+        self._thread = Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
 
     def put(self, record: dict) -> None:
         """Hand over a record; returns at once."""
-        self._queue.put(record)
+        self._queue.put([record])
 
     def close(self) -> None:
         """Wait for what was handed over; leave a logger that does not answer for `CLOSE_S`."""
         self._queue.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            print(f"warning: logger {self.name} has not ended after {CLOSE_S:.0f} s, and may lack the last records")
+            print(f"warning: logger {self._name} has not ended after {CLOSE_S:.0f} s, and may lack the last records")
 
     def _work(self) -> None:
-        self._update(None)  # before the first step may lie an hour of compiling
-        while (record := self._queue.get()) is not None:
-            self._update(record)
-        if self._logger is not None:
-            attempt(f"logger {self.name} is not closed", self._logger.close)
-
-    def _update(self, record: dict | None) -> None:
         result = "is written again with the next record" if self._progress is None else "is off until the next start"
-        if self._is_off or attempt(f"logger {self.name} {result}", self._hand_over, record):
-            return
-        self._is_off = self._progress is not None
+        is_off = False
+        for records in iter(self._queue.get, None):
+            if not is_off and not attempt(f"logger {self._name} {result}", self._hand_over, records):
+                self._logger, is_off = None, self._progress is not None
         if self._logger is not None:
-            with suppress(Exception):  # the first failure is the one to report
-                self._logger.close()
-        self._logger = None
+            attempt(f"logger {self._name} was not closed", self._logger.close)
 
-    def _hand_over(self, record: dict | None) -> None:
-        """Hand over a record, and all earlier ones if the logger is new; not those that it has already."""
-        records = [] if record is None else [record]
+    def _hand_over(self, records: list[dict]) -> None:
+        """Hand over records, after all earlier ones if the logger is new; none that it has already."""
         if self._logger is None:
-            self._logger = self._call()
-            self._steps = self._steps if self._progress else {}
-            records = [*self._records(), *records]
-        for each in records:
-            kind, step = each["kind"], each["step"]
+            self._logger, records = self._call(), [*self._records(), *records]
+            self._steps = {} if self._progress is None else self._progress.steps.get(self._name, {})
+        for record in records:
+            kind, step = record["kind"], record["step"]
             if step > self._steps.get(kind, -1) and step >= max(self._steps.values(), default=0):
-                self._logger.write(dict(each))
+                self._logger.write(dict(record))
                 self._steps[kind] = step
                 if self._progress is not None:
-                    self._progress.note(self.name, kind, step)
+                    self._progress.note(self._name, kind, step)
 
 
 def start_loggers(loggers: Mapping[str, Callable], folder: Path, facts: dict, records: Callable) -> list[Feed]:
-    """Start the named loggers; arguments as of `Feed`. Raises OSError if the run's folder cannot be written."""
-    lasting = [name for name, logger in loggers.items() if not getattr(logger, "starts_over", False)]
+    """Start the named loggers of a run with this folder and metadata, whose records the last function returns.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    lasting = {name for name, logger in loggers.items() if not getattr(logger, "starts_over", False)}
     progress = Progress(folder) if lasting else None  # no file where only TensorBoard is on
-    facts = facts if progress is None else {**facts, "id": progress.id}
-    return [
-        Feed(name, logger, folder, facts, records, progress if name in lasting else None)
-        for name, logger in loggers.items()
-    ]
+    facts, feeds = facts if progress is None else {**facts, "id": progress.id}, []
+    for name, logger in loggers.items():
+        call = partial(logger, folder, deepcopy(facts))  # a copy, of what checkpoints will hold
+        # A file of one's own may move.
+        feeds.append(Feed(os.path.basename(name), call, records, progress if name in lasting else None))
+    return feeds
 
 
 def build_loggers(args: Any) -> dict[str, Callable]:
@@ -178,21 +166,20 @@ class MLflow:
         import mlflow
 
         experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "touchstone")).experiment_id
-        self._client, self._new_point = mlflow.MlflowClient(), mlflow.entities.Metric
+        self._client, self._entities = mlflow.MlflowClient(), mlflow.entities
         runs = self._client.search_runs([experiment], f"tags.touchstone = '{facts['id']}'")
-        if runs:
-            self._id = runs[0].info.run_id
-            self._client.update_run(self._id, "RUNNING")
-        else:
-            run = self._client.create_run(experiment, run_name=folder.name, tags={"touchstone": facts["id"]})
-            self._id = run.info.run_id
-            for name, value in facts["args"].items():
-                self._client.log_param(self._id, name, str(value)[:500])
+        tags = {"touchstone": facts["id"]}
+        run = runs[0] if runs else self._client.create_run(experiment, run_name=folder.name, tags=tags)
+        self._id = run.info.run_id
+        self._client.update_run(self._id, "RUNNING")
+        if not runs:  # a parameter cannot change
+            params = [mlflow.entities.Param(name, str(value)[:500]) for name, value in facts["args"].items()]
+            self._client.log_batch(self._id, params=params)
 
     def write(self, record: dict) -> None:
         """Add the points of a record."""
         time_ms, step = round(1000 * record["time"]), record["step"]
-        points = [self._new_point(name, value, time_ms, step) for name, value in curves(record).items()]
+        points = [self._entities.Metric(tag, value, time_ms, step) for tag, value in curves(record).items()]
         self._client.log_batch(self._id, points)
 
     def close(self) -> None:
