@@ -150,9 +150,10 @@ class Wandb:
     def write(self, record: dict) -> None:
         """Add the points of a record."""
         if points := curves(record):
-            # W&B takes rows of rising numbers only, and an evaluation may be of the start after its training's.
-            row = 2 * record["step"] + (record["kind"] != "train")
-            self._run.log({"step": record["step"], **points}, step=row)
+            # W&B adds nothing to a row once it is written; an evaluation may be of the start after its training's.
+            is_train = record["kind"] == "train"
+            row = 2 * record["step"] + (not is_train)
+            self._run.log({"step": record["step"], **points}, step=row, commit=is_train)
 
     def close(self) -> None:
         """Send the rest."""

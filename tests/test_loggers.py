@@ -139,22 +139,31 @@ def points_of_mlflow(folder):
     runs = client.search_runs([client.get_experiment_by_name("touchstone").experiment_id])
     assert [run.info.status for run in runs] == ["FINISHED"]
     assert runs[0].data.params["print_freq"] == "1"
-    names = [(run.info.run_id, name) for run in runs for name in run.data.metrics]
-    points = {name: [(each.step, each.value) for each in client.get_metric_history(*pair)] for *_, name in names
-              for pair in names if pair[1] == name}  # fmt: skip
+    points = {
+        name: [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
+        for run in runs
+        for name in run.data.metrics
+    }
     return {run.info.run_id for run in runs}, points
 
 
 @pytest.mark.parametrize(("name", "points_of"), [("wandb", points_of_wandb), ("mlflow", points_of_mlflow)])
-def test_a_resumed_run_is_the_same_one_elsewhere_too(name, points_of, image_folder, tmp_path, monkeypatch):
+def test_a_resumed_run_is_the_same_one_elsewhere_too(name, points_of, image_folder, tmp_path):
     pytest.importorskip(name)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "0.05")  # a kill loses what W&B has yet to write
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    slow = tmp_path / "slow.py"
-    slow.write_text("import time\n\ndef rate(epoch, epochs):\n    time.sleep(0.5)\n    return 1\n")
-    argv = ["--lr-scheduler", f"{slow}:rate", "--lr-per-step"]
-    outcome = train_in(tmp_path, image_folder, [name], *argv, faults=[(0, KILL, 7, "before")])
+    own = tmp_path / "own.py"
+    own.write_text(f"""
+import os, time
+
+os.environ["WANDB_MODE"] = "offline"
+os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.05"  # seconds; a kill loses what W&B has not written yet
+os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///{tmp_path}/mlflow.db"
+
+def rate(epoch, epochs):
+    time.sleep(0.02)
+    return 1
+""")
+    argv = ["--lr-scheduler", f"{own}:rate", "--lr-per-step"]
+    outcome = train_in(tmp_path, image_folder, [name], *argv, faults=[(0, KILL, 9, "before")])
     assert outcome.codes == [-9], outcome.output
     train_in(tmp_path, image_folder, [name], *argv).check()
     expected = {}
