@@ -72,17 +72,18 @@ class Feed:
     def __init__(self, name: str, call: Callable, records: Callable[[], list], progress: Progress | None) -> None:
         self._name, self._call, self._records, self._progress = name, call, records, progress
         self._logger, self._steps = None, {}
-        self._queue = SimpleQueue()
-        self._queue.put([])  # at once what it lacks: before the first record may lie an hour
-        self._thread = Thread(target=self._work, name=f"logger {name}", daemon=True)
+        self._queue, self._thread = SimpleQueue(), Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
+        self.put()  # what it lacks: before the first record may lie an hour
 
-    def put(self, record: dict) -> None:
-        """Hand over a record; returns at once."""
-        self._queue.put([record])
+    def put(self, *records: dict) -> None:
+        """Hand over records, and those that could not be written before; returns at once."""
+        if self._thread.is_alive():
+            self._queue.put(records)
 
     def close(self) -> None:
         """Wait for what was handed over; leave a logger that does not answer for `CLOSE_S`."""
+        self.put()
         self._queue.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -90,10 +91,15 @@ class Feed:
 
     def _work(self) -> None:
         result = "is written again with the next record" if self._progress is None else "is off until the next start"
-        is_off = False
+        waiting = []
         for records in iter(self._queue.get, None):
-            if not is_off and not attempt(f"logger {self._name} {result}", self._hand_over, records):
-                self._logger, is_off = None, self._progress is not None
+            waiting += records
+            if attempt(f"logger {self._name} {result}", self._hand_over, waiting):
+                waiting = []
+            elif self._progress is None:
+                self._logger = None
+            else:
+                return
         if self._logger is not None:
             attempt(f"logger {self._name} was not closed", self._logger.close)
 
