@@ -26,7 +26,7 @@ from monitoring.events import EventFile, curves
 from settings.custom_code import load_function
 
 # Seconds for which the end of a run waits for a logger that is still sending.
-CLOSE_S = 60.0
+CLOSE_S = 30.0
 
 
 class Progress:
@@ -46,7 +46,7 @@ class Progress:
             with suppress(ValueError, TypeError):  # a power failure may damage it
                 name, kind, step = json.loads(line)
                 self.steps.setdefault(name, {})[kind] = step
-        if "run" not in self.steps:
+        if "id" not in self.steps.get("run", ()):
             self.note("run", "id", secrets.token_hex(4))
         self.id = self.steps["run"]["id"]
 
