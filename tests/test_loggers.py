@@ -42,6 +42,9 @@ class Falls(Lines):
 
 def refuses(folder, facts):
     raise ConnectionError("no network")
+
+def leaves(folder, facts):
+    raise SystemExit(3)
 """
 
 
@@ -70,7 +73,7 @@ KILL = "torch.optim.SGD.step"
 def test_an_own_logger_gets_each_record_once_over_kills_and_the_failures_of_others_end_no_run(image_folder, tmp_path):
     own = tmp_path / "own.py"
     own.write_text(OWN)
-    names = [f"{own}:{name}" for name in ("Lines", "refuses", "Falls")]
+    names = [f"{own}:{name}" for name in ("Lines", "refuses", "leaves", "Falls")]
     first = train_in(tmp_path, image_folder, names, world_size=2, faults=[(0, KILL, 7, "before")])
     assert first.codes[0] == -9
     # Without it, then with another content of its file and only one process.
@@ -90,8 +93,8 @@ def test_an_own_logger_gets_each_record_once_over_kills_and_the_failures_of_othe
     assert exact(falls) == exact(records[:1])  # it falls at step 2 in both starts, and is off from there on
     for outcome, shown in [(first, "metrics.jsonl"), (last, "metrics.jsonl, tensorboard")]:
         assert outcome.output.count(f"records go to {shown}, {', '.join(names)}\n") == 1
-        assert outcome.output.count("warning: logger own.py:refuses is off until the next start: no network;") == 1
-        assert outcome.output.count("warning: logger own.py:Falls is off until the next start: ValueError: a bad;") == 1
+        for off, why in [("refuses", "no network"), ("leaves", "SystemExit: 3"), ("Falls", "ValueError: a bad")]:
+            assert outcome.output.count(f"warning: logger own.py:{off} is off until the next start: {why}; ") == 1
     assert "own.py" not in (tmp_path / "run" / "recipe.toml").read_text()
 
     assert "holds a run already" in train_in(tmp_path, image_folder, names, "--resume", "").output
