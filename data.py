@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -21,11 +21,10 @@ from checkpointing.published import is_stored, take_published_options
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import BadImageError, ImageError, UserError, counted, in_one_line
-from files import read_bytes
+from files import read_bytes, retry
 from loading.decode import decode_plainly
 from loading.fill import start_filling
 from loading.forms import check_source, find_sources, open_named, open_source, open_split, remote_options
-from loading.index import RETRY_WAITS_S, with_retries
 from loading.lists import check_apart
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.remote import is_remote
@@ -34,6 +33,7 @@ from presets import ClassificationPresetEval, ClassificationPresetTrain, Progres
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 from settings import config
+from settings.config import Assigned, Resolved
 from settings.options import fit_statistics, split_custom
 
 
@@ -121,15 +121,12 @@ class IndexedImageFolder(Dataset):
         """
         payload = None
         try:
-            payload = with_retries(partial(self.index.read, key))
-            return with_retries(partial(self._transform, key, payload)), self.index.label(key)
+            payload = retry(partial(self.index.read, key))
+            return retry(partial(self._transform, key, payload)), self.index.label(key)
         except (MemoryError, OSError) as error:
             reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
-            raise self.error(
-                key,
-                f"{reason} (tried {len(RETRY_WAITS_S) + 1} times); its bytes are not at fault: check the disk and the "
-                "memory, and start again",
-            ) from error
+            remedy = "the file itself may be intact: check the disk and the memory, and start again"
+            raise self.error(key, f"{reason} (tried 4 times); {remedy}") from error
         except BadImageError as error:
             raise self.error(key, f"{error}; replace the file") from error
         except ImageError:
@@ -205,7 +202,7 @@ class SyntheticImages(IndexedImageFolder):
         return self.index.pool[key % self.index.POOL], self.index.label(key)
 
 
-def build_datasets(traindir: str | None, valdir: str | None, args: Any) -> tuple[Dataset | None, Dataset]:
+def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> tuple[Dataset | None, Dataset]:
     """Return the training set (None with `--test-only`) and the validation set.
 
     Raises:
@@ -245,7 +242,7 @@ def check_classes(dataset: Dataset, dataset_test: Dataset) -> None:
         )
 
 
-def build_more_sets(args: Any, dataset_test: Dataset) -> dict[str, Dataset]:
+def build_more_sets(args: Resolved, dataset_test: Dataset) -> dict[str, Dataset]:
     """Return the sets of `--eval-data` by their names; UserError if one has other classes than the validation set."""
     sets = {}
     for text in args.eval_data or () if args.synthetic is None else ():
@@ -277,28 +274,27 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
     Raises:
         UserError: the folders cannot be used; the message gives the reason.
     """
-    if "num_shards" not in args:
-        given = Namespace(**{**vars(args), "data_path": os.path.dirname(traindir)})
-        args = config.resolve(given, foreign=("model", "weights", "test_only"))
-        place = {"rank": collectives.get_rank(), "world_size": collectives.get_world_size()}
-        args = args.replaced(**place, given=[])
-        if args.test_only and args.weights and not is_stored(args.weights):
-            args, _ = take_published_options(args)
-        args = config.with_shards(args.replaced(test_only=args.test_only and not find_sources(Path(traindir))), None)
+    if not isinstance(args, Assigned):
+        args = _assign_plain(traindir, args)
     dataset, dataset_test = build_datasets(traindir, valdir, args)
-    train_sampler, test_sampler = build_samplers(dataset, dataset_test, args)
+    train_sampler = build_train_sampler(dataset, args)
     if train_sampler is not None:
         train_sampler.advances_itself = True
-    return dataset, dataset_test, train_sampler, test_sampler
+    return dataset, dataset_test, train_sampler, build_eval_sampler(dataset_test, args)
 
 
-def waits_for_checkpoint(args: Any) -> bool:
-    """Tell whether transforms depend on options in the checkpoint of `--resume`."""
-    is_filled = (args.auto_augment or "").startswith("timm/") and "mean" not in args.given  # timm fills gaps with it
-    return bool(args.resume) and (args.test_only or is_filled)
+def _assign_plain(traindir: str, args: Any) -> Assigned:
+    """Return the options of a script around `load_data`, such as torchvision's, as those of a run."""
+    options = Namespace(**{**vars(args), "data_path": os.path.dirname(traindir)})
+    parsed = config.resolve(options, foreign=("model", "weights", "test_only"))
+    rank, world_size = collectives.get_rank(), collectives.get_world_size()
+    args = Resolved(**{**vars(parsed), "rank": rank, "world_size": world_size, "given": []})
+    if args.test_only and args.weights and not is_stored(args.weights):
+        args, _ = take_published_options(args)
+    return config.assign(args.replaced(test_only=args.test_only and not find_sources(Path(traindir))), None)
 
 
-def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
+def build_loader(dataset: Dataset, sampler: Any, args: Resolved) -> BatchLoader:
     """Return a loader of uint8 batches in the sampler's order; its processes live as long as the loader."""
     return BatchLoader(
         dataset,
@@ -309,20 +305,32 @@ def build_loader(dataset: Dataset, sampler: Any, args: Any) -> BatchLoader:
     )
 
 
-def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dataset | None, Dataset, dict], dict]:
-    """Return the options, the sets, and loaders by their names, `train` and the evaluated sets.
+class Loading(NamedTuple):
+    """The sets of a run, and the loaders that have begun to load them."""
 
-    The sets are those of training and validation, and a dict of those of `--eval-data`.
+    args: Resolved  # with which the sets were opened
+    datasets: tuple[Dataset | None, Dataset, dict[str, Dataset]]  # of training, of validation, of `--eval-data`
+    loaders: dict[str, BatchLoader | None]  # `train` and the evaluated sets; without samplers
 
-    `begun` is the result for options of an earlier moment, which is kept unless presets need others by now: a run of
-    one of timm's models keeps the sizes that it began with.
+    @property
+    def num_classes(self) -> int:
+        """The number of classes of every set."""
+        return len(self.datasets[1].classes)
+
+    def serves(self, args: Resolved) -> bool:
+        """Tell whether these options, perhaps completed from a checkpoint, prepare images as those of the sets do."""
+        names = ["train_crop_size", "val_crop_size", "val_resize_size", "interpolation"]
+        if (args.auto_augment or "").startswith("timm/"):  # which fills gaps with the mean
+            names.append("mean")
+        return all(getattr(self.args, name) == getattr(args, name) for name in names)
+
+
+def start_loading(args: Resolved) -> Loading:
+    """Open the sets and start to load them.
 
     Raises:
         UserError: the data cannot be used, or this machine has too little memory or too few cores for it.
     """
-    sizes = ("train_crop_size", "val_crop_size", "val_resize_size", "interpolation")
-    if begun is not None and all(getattr(begun[0], name) == getattr(args, name) for name in sizes):
-        return begun
     check_workers(args.workers)
     start = time.perf_counter()
     dataset, dataset_test = sets = build_datasets(*config.split_dirs(args), args)
@@ -340,18 +348,20 @@ def start_loading(args: Any, begun: tuple | None = None) -> tuple[Any, tuple[Dat
     for name, each in loaded.items():
         if each is not None:
             note_pack(name, each.index, args.train_crop_size if name == "train" else args.val_resize_size)
-    return args, (*sets, more), dict(zip(loaded, start_loaders(loaded.values(), args), strict=True))
+    return Loading(args, (*sets, more), dict(zip(loaded, start_loaders(loaded.values(), args), strict=True)))
 
 
 def note_pack(name: str, source: Source, px: int) -> None:
     """Print that a set's images are a pack's, and whether they are enlarged to `px`; of training if they are."""
     side = source.pack.get("px") if isinstance(source.pack, dict) else None
     if type(side) is int and (name != "train" or px > side):
-        words = f"{name}: images of a pack of short side {side}, not the originals: scores differ (docs/data.md)"
-        print(words + f"; they are enlarged to {px} pixels" * (px > side))
+        enlarged = f"; they are enlarged to {px} pixels" if px > side else ""
+        print(
+            f"{name}: images of a pack of short side {side}, not the originals: scores differ (docs/data.md){enlarged}"
+        )
 
 
-def warn_of_uneven(dataset: IndexedImageFolder, args: Any) -> None:
+def warn_of_uneven(dataset: IndexedImageFolder, args: Resolved) -> None:
     """Print a line if a class has at most a tenth as many images as most classes, and no option is about that."""
     counts = count_classes(dataset.index)
     if len(counts) == 1 and dataset.index.label_sets is None:
@@ -365,23 +375,25 @@ def warn_of_uneven(dataset: IndexedImageFolder, args: Any) -> None:
         )
 
 
-def build_samplers(
-    dataset: Dataset | None, dataset_test: Dataset, args: Any
-) -> tuple[TrainSampler | None, EvalSampler]:
-    """Return the samplers of the training set (None if there is no such set) and of the validation set."""
-    test_sampler = EvalSampler(len(dataset_test), args.batch_size, args.rank, args.world_size)
+def build_train_sampler(dataset: Dataset | None, args: Assigned) -> TrainSampler | None:
+    """Return the sampler of the training set; None if there is no such set."""
     if dataset is None:
-        return None, test_sampler
+        return None
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     shards.check(needs_same_bits=False)
     repetitions = args.ra_reps if args.ra_sampler else 1
     labels = torch.from_numpy(labels_of(dataset.index)) if args.balanced_sampler else None
-    train_sampler = TrainSampler(len(dataset), shards, args.seed, repetitions, labels)
-    print(f"{shards.arithmetic}; {counted(train_sampler.steps_per_epoch, 'step')} an epoch")
-    return train_sampler, test_sampler
+    sampler = TrainSampler(len(dataset), shards, args.seed, repetitions, labels)
+    print(f"{shards.arithmetic}; {counted(sampler.steps_per_epoch, 'step')} an epoch")
+    return sampler
 
 
-def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLoader | None]:
+def build_eval_sampler(dataset: Dataset, args: Resolved) -> EvalSampler:
+    """Return the sampler of a set to evaluate."""
+    return EvalSampler(len(dataset), args.batch_size, args.rank, args.world_size)
+
+
+def start_loaders(datasets: Iterable[Dataset | None], args: Resolved) -> list[BatchLoader | None]:
     """Return a loader without a sampler for each set, or None; the same processes load all sets, one at a time.
 
     Processes that are forked start now, before there are other threads.
@@ -391,13 +403,13 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Any) -> list[BatchLo
     """
     first, *others = [dataset for dataset in datasets if dataset is not None]
     loader = build_loader(first, None, args)
-    loaders = iter([loader, *map(loader.beside, others)])
+    loaders = iter([loader, *map(loader.sharing_workers, others)])
     loader.start()
     return [None if dataset is None else next(loaders) for dataset in datasets]
 
 
 def build_batch_transforms(
-    args: Any, num_classes: int, device: torch.device | None = None
+    args: Resolved, num_classes: int, device: torch.device | None = None
 ) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
     """Return the transforms of a batch on the device (by default `--device`) for training and for evaluation."""
     device = device or torch.device(args.device)
@@ -472,7 +484,7 @@ class DeviceLoader:
 
 
 def build_device_loader(
-    args: Any, loader: BatchLoader | None, sampler: Any, device: torch.device, num_classes: int
+    args: Resolved, loader: BatchLoader | None, sampler: Any, device: torch.device, num_classes: int
 ) -> DeviceLoader | None:
     """Return a loader's batches on the device, with the training transform for a `TrainSampler`; None for no loader.
 
@@ -481,8 +493,17 @@ def build_device_loader(
     if loader is None:
         return None
     train_transform, eval_transform = build_batch_transforms(args, num_classes, device)
-    if sampler is None:
-        sampler = EvalSampler(len(loader.dataset), args.batch_size, args.rank, args.world_size)
-    loader.sampler = sampler
+    loader.sampler = sampler = sampler or build_eval_sampler(loader.dataset, args)
     transform = train_transform if isinstance(sampler, TrainSampler) else eval_transform
     return DeviceLoader(loader, device, transform, args.seed)
+
+
+def build_device_loaders(
+    args: Resolved, loading: Loading, sampler: TrainSampler | None, device: torch.device
+) -> tuple[DeviceLoader | None, dict[str, DeviceLoader]]:
+    """Return the loader of the training batches, or None, and those of the evaluated sets by their names."""
+    loaders = {
+        name: build_device_loader(args, loader, sampler if name == "train" else None, device, loading.num_classes)
+        for name, loader in loading.loaders.items()
+    }
+    return loaders.pop("train"), loaders

@@ -16,13 +16,13 @@ from typing import Any
 MOST_LINE = 298
 
 
-def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return `; did you mean X?`, a prefix before X: the known words that begin so, else the closest; or nothing."""
     import difflib  # not above: the script watches signals before it imports more than it must
 
     known = list(known)
-    longer = [word for word in known if len(given) > 2 and word.startswith(given)]
-    close = [f"{prefix}{word}" for word in longer or difflib.get_close_matches(given, known, n=1, cutoff=0.75)]
+    longer = [each for each in known if len(word) > 2 and each.startswith(word)]
+    close = [f"{prefix}{each}" for each in longer or difflib.get_close_matches(word, known, n=1, cutoff=0.75)]
     return f"; did you mean {', '.join(close[:-1])}{' or ' if close[1:] else ''}{close[-1]}?" if close else ""
 
 
@@ -63,7 +63,7 @@ def one_line(text: str) -> str:
 
 
 def escaped(text: Any) -> str:
-    """Return text each of whose lines is as of `one_line`; whatever `print` is given passes through here."""
+    """Return text each of whose lines is as of `one_line`; all that is printed passes through here."""
     return "\n".join(map(one_line, str(text).split("\n")))
 
 
@@ -77,7 +77,7 @@ def aligned(rows: list[list[str]], to_left: Container[int] = (0,)) -> list[str]:
     lines = []
     for row in rows:
         cells = enumerate(zip(row, widths, strict=True))
-        words = [word.ljust(width) if place in to_left else word.rjust(width) for place, (word, width) in cells]
+        words = [word.ljust(width) if number in to_left else word.rjust(width) for number, (word, width) in cells]
         lines.append("  ".join(words).rstrip())
     return lines
 
@@ -86,7 +86,7 @@ def error_line(begin: str, reason: str, *, has_lines: bool = False) -> str:
     """Return `begin: reason` on one line of at most `MOST_LINE` characters; with `has_lines` all of it, as it is.
 
     Of a longer line the middle of long words is left out, which leaves a path its file name; then the middle of the
-    line, which leaves the given value and the remedy.
+    line, which leaves the value and the remedy.
     """
     if has_lines:
         return escaped(f"{begin}: {reason}")
@@ -126,14 +126,21 @@ class UserError(Exception):
     """An input cannot be used; the message names it, the expected input and a remedy.
 
     The script prints the message once, without a traceback, and leaves with `exit_code`.
+
+    Args:
+        message: one line, unless it `has_lines`.
+        exit_code: of the process; by default the class's.
+        has_lines: whether the message has several lines, which are printed uncut.
+        is_of_one_rank: whether the other ranks do not meet the error, so that this one prints it at once.
     """
 
     exit_code = 2
-    has_lines = False  # whether the message is of several lines
-    is_of_one_rank = False  # whether the other ranks do not meet it, so that this one prints it at once
 
-    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, exit_code: int | None = None, has_lines: bool = False, is_of_one_rank: bool = False
+    ) -> None:
         super().__init__(message)
+        self.has_lines, self.is_of_one_rank = has_lines, is_of_one_rank
         if exit_code is not None:
             self.exit_code = exit_code
 
@@ -155,9 +162,8 @@ def loader_killed(cause: str) -> UserError:
     advice = "most likely it was out of memory: use fewer --workers, or look into the system's log"
     if "Bus error" in cause:
         advice = "most likely shared memory is full: more memory for it, or fewer --workers"
-    error = UserError(f"a loader process was killed ({cause.strip()}); {advice}", exit_code=1)
-    error.is_of_one_rank = True
-    return error
+    message = f"a loader process was killed ({cause.strip()}); {advice}"
+    return UserError(message, exit_code=1, is_of_one_rank=True)
 
 
 class PreemptedError(Exception):

@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -20,8 +20,8 @@ from errors import StorageError, one_line
 
 T = TypeVar("T")
 
-# Seconds between two tries of a read, and of a lock.
-RETRY_S, LOCK_POLL_S = 1.0, 0.2
+# Seconds before the last of four tries (before the others a quarter and a sixteenth), and between two of a lock.
+RETRY_S, LOCK_POLL_S = 1.6, 0.2
 
 # Errors that another try would not change.
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -87,9 +87,9 @@ def write_atomically(
     sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, as `write_atomically`."""
-    write_atomically(path, (json.dumps(value, indent=indent) + "\n").encode())
+    write_atomically(path, (json.dumps(value) + "\n").encode())
 
 
 def sync_folder(folder: Path) -> None:
@@ -143,9 +143,9 @@ def lock_file(path: Path, notice: Callable[[], str], wait_s: float = math.inf) -
 
 
 @contextmanager
-def locked(path: Path, notice: str, wait_s: float = math.inf) -> Iterator[None]:
+def locked(path: Path, notice: str) -> Iterator[None]:
     """Hold the lock of a file, as `lock_file`, and remove the file afterwards."""
-    descriptor = lock_file(path, lambda: notice, wait_s)
+    descriptor = lock_file(path, lambda: notice)
     try:
         yield
     finally:
@@ -153,36 +153,35 @@ def locked(path: Path, notice: str, wait_s: float = math.inf) -> Iterator[None]:
         os.close(descriptor)
 
 
-def retry(
-    work: Callable[[], T], waits_s: Sequence[float] | None = None, not_again: tuple[type[OSError], ...] = ()
-) -> T:
-    """Return the result of `work`; after an OSError or MemoryError wait and try again, as network disks have hiccups.
+def retry(work: Callable[[], T], final: tuple[type[OSError], ...] = ()) -> T:
+    """Return the result of `work`; after an OSError or MemoryError try up to three times more, with growing waits.
 
-    By default there are two waits of `RETRY_S` each. An error of `not_again`, or of the last try, is raised.
+    A network disk may fail for a moment only, and even report "No such file" then. An error of `final`, or of the last
+    try, is raised.
     """
-    for wait_s in waits_s or [RETRY_S] * 2:
+    for share in (16, 4, 1):
         try:
             return work()
-        except not_again:
+        except final:
             raise
         except (MemoryError, OSError):
-            time.sleep(wait_s)
+            time.sleep(RETRY_S / share)
     return work()
 
 
 def retry_read(read: Callable[[], T], path: Path) -> T:
     """Return the result of `read`, as `retry`; StorageError if every try failed.
 
-    Do not take an older file instead: that would lose work.
+    Do not read an older file instead: that would lose work.
     """
     try:
-        return retry(read, not_again=_NO_FILE)
+        return retry(read, final=_NO_FILE)
     except _NO_FILE:
         raise
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be read: {error.strerror or error} (3 tries); nothing was changed, and an "
-            "older checkpoint is not taken in its place; start again when the disk answers"
+            f"{path} cannot be read: {error.strerror or error} (4 tries); nothing was changed, and no "
+            "older checkpoint is used instead; start again when the disk answers"
         ) from error
 
 
@@ -205,7 +204,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_at(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
-    """Return bytes of an open file from a place on; fewer where it ends, and not where one read returns fewer."""
+    """Return bytes of an open file from an offset on; fewer only where the file ends."""
     content = b""
     while more := os.pread(file.fileno(), num_bytes - len(content), offset + len(content)):  # b"" when it is whole
         content += more

@@ -1,9 +1,9 @@
-"""Losses, distillation from a teacher, and the metrics that training lines and evaluations show."""
+"""The metrics that training lines and evaluations show."""
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from distributed.collectives import all_gather, interleave
 from errors import UserError, in_one_line
+from settings.choices import CURVES, METRICS, Curve, curves_of
 from settings.custom_code import load_function
-from settings.options import CURVES, split_custom
+from settings.options import split_custom
 from transforms import one_hot
 
 
@@ -96,19 +97,10 @@ def bootstrap_interval(num_hits: int, num_images: int, num_resamples: int = 10_0
 RESERVED = {"kind", "step", "epoch", "images", "n", "lr", "hours", "time", "grad_norm", "weight_norm", "world_size"}
 
 
-class Curve(NamedTuple):
-    """A value of a metric, as the pages and charts of a run show it and as `--best-metric` ranks it."""
-
-    title: str
-    is_lower_better: bool = False
-
-
 class Metric:
     """A metric computed from sums over images; or from all images of an evaluation, which `observe` then keeps."""
 
-    # By name; other values of `compute` are logged too. options.py reads this table from the source text of a subclass,
-    # so its keywords are literals.
-    curves: ClassVar[dict[str, Curve]]
+    curves: ClassVar[dict[str, Curve]]  # by name; other values of `compute` are logged too
     num_sums = 1
     key = ""  # the function that made one of the user's own
 
@@ -142,7 +134,7 @@ class Metric:
 class Loss(Metric):
     """The mean loss per image: `loss`. `Tally` forms its sum from the mean losses of batches."""
 
-    curves: ClassVar = {"loss": Curve(title="loss", is_lower_better=True)}
+    curves: ClassVar = curves_of("Loss")
 
     def compute(self, sums: list[float], count: int) -> dict[str, float]:
         """Return the mean over all images."""
@@ -152,7 +144,7 @@ class Loss(Metric):
 class Accuracy(Metric):
     """The percentage of images whose target is among the k highest scores, for each k: `acc1`, `acc5`."""
 
-    curves: ClassVar = {"acc1": Curve(title="Acc@1, %"), "acc5": Curve(title="Acc@5, %")}
+    curves: ClassVar = curves_of("Accuracy")
 
     def __init__(self, topk: tuple[int, ...] = (1, 5)) -> None:
         self.topk, self.num_sums = topk, len(topk)
@@ -193,7 +185,7 @@ class BalancedAccuracy(_PerClass):
     `never_right` is the number of classes with images of which none is hit.
     """
 
-    curves: ClassVar = {"balanced_acc": Curve(title="balanced accuracy, %")}
+    curves: ClassVar = curves_of("BalancedAccuracy")
 
     def compute(self, sums: list[float], count: int) -> dict[str, float]:
         """Return the mean over the classes that have images."""
@@ -205,7 +197,7 @@ class BalancedAccuracy(_PerClass):
 class F1(_PerClass):
     """F1, in percent: `f1`, the mean over the classes that occur in truth or predictions; `f1_micro`, of all sums."""
 
-    curves: ClassVar = {"f1": Curve(title="F1, mean over classes, %"), "f1_micro": Curve(title="F1 of all labels, %")}
+    curves: ClassVar = curves_of("F1")
 
     def compute(self, sums: list[float], count: int) -> dict[str, float]:
         """Return both means."""
@@ -232,7 +224,7 @@ def average_precision(scores: numpy.ndarray, is_positive: numpy.ndarray) -> floa
 class MeanAveragePrecision(Metric):
     """The mean of `average_precision` over the classes that have images, in percent: `map`, in evaluations alone."""
 
-    curves: ClassVar = {"map": Curve(title="mean average precision, %")}
+    curves: ClassVar = curves_of("MeanAveragePrecision")
     num_sums = 0
 
     def __init__(self, num_classes: int) -> None:
@@ -255,16 +247,12 @@ class MeanAveragePrecision(Metric):
         return {"map": 100 * sum(each) / max(len(each), 1)}
 
 
-# Metrics by the names that --metrics takes, those of their curves; each is made for a number of classes.
-METRICS = {name: metric for metric in (BalancedAccuracy, F1, MeanAveragePrecision) for name in metric.curves}
-
-
 def build_metrics(args: Any, num_classes: int) -> list[Metric]:
     """Return the metrics other than the loss, for training lines and evaluations, of a model with that many classes.
 
     UserError if a function of the user's own returns none, or `--best-metric` names none of them.
     """
-    builders = {METRICS[name]: name for name in args.metrics or () if not split_custom(name)}
+    builders = dict.fromkeys(METRICS[name].load() for name in args.metrics or () if not split_custom(name))
     metrics = [Accuracy((1, 5) if num_classes > 5 else (1,)), *(build(num_classes) for build in builders)]
     if args.multi_label:
         metrics = [F1(num_classes, is_multi_label=True), MeanAveragePrecision(num_classes)]
@@ -274,7 +262,7 @@ def build_metrics(args: Any, num_classes: int) -> list[Metric]:
             taken = {"loss"}.union(*(each.curves for each in metrics))
             _check_metric(metric, num_classes, example_targets(args, num_classes), taken)
             metric.key = split_custom(name)[1]
-            CURVES.update({curve: shown._asdict() for curve, shown in metric.curves.items()})
+            CURVES.update(metric.curves)
             metrics.append(metric)
     known = ["loss", *(name for metric in metrics for name in metric.curves)]
     if args.best_metric not in known and not args.test_only:

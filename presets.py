@@ -6,10 +6,9 @@ and random erasing are cheaper on whole batches on the device, where `transforms
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -22,6 +21,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from errors import ImageError, UserError, in_one_line, one_line, require_timm
 from loading.decode import MODES, ImageFile, decode_plainly, resized_size
 from randomness import Draws, TorchDraws, seed_host, unit
+from settings.choices import POLICIES
 from settings.config import IMAGENET_MEAN, IMAGENET_STD
 from settings.custom_code import load_function
 from settings.options import split_custom
@@ -259,22 +259,19 @@ class ProgressivePreset:
         return self._presets[size]
 
 
-class Policy(NamedTuple):
-    """An augmentation policy of `--auto-augment`: a function of `interpolation` and of its options."""
-
-    build: Callable[..., Callable[[Image.Image], Image.Image]]
-    options: Mapping[str, str] = MappingProxyType({})  # options of the command line: arguments of `build`
+def auto_augment(interpolation: InterpolationMode, dataset: str) -> autoaugment.AutoAugment:
+    """Return the policy that was learned on a data set: cifar10, imagenet or svhn."""
+    return autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(dataset), interpolation)
 
 
-# One entry adds a policy. options.py reads the names and options from this source text, so they are literals.
-POLICIES: dict[str, Policy] = {
-    "augmix": Policy(autoaugment.AugMix, options={"augmix_severity": "severity"}),
-    "cifar10": Policy(partial(autoaugment.AutoAugment, autoaugment.AutoAugmentPolicy.CIFAR10)),
-    "imagenet": Policy(partial(autoaugment.AutoAugment, autoaugment.AutoAugmentPolicy.IMAGENET)),
-    "ra": Policy(autoaugment.RandAugment, options={"ra_magnitude": "magnitude"}),
-    "svhn": Policy(partial(autoaugment.AutoAugment, autoaugment.AutoAugmentPolicy.SVHN)),
-    "ta_wide": Policy(autoaugment.TrivialAugmentWide),
-}
+def rand_augment(interpolation: InterpolationMode, ra_magnitude: int) -> autoaugment.RandAugment:
+    """Return RandAugment."""
+    return autoaugment.RandAugment(magnitude=ra_magnitude, interpolation=interpolation)
+
+
+def augmix(interpolation: InterpolationMode, augmix_severity: int) -> autoaugment.AugMix:
+    """Return AugMix."""
+    return autoaugment.AugMix(severity=augmix_severity, interpolation=interpolation)
 
 
 def _build_policy(
@@ -289,8 +286,8 @@ def _build_policy(
     if name not in POLICIES:
         raise ValueError(f"augmentation policy {name!r}: expected {', '.join(POLICIES)} or timm/SPECIFICATION")
     policy = POLICIES[name]
-    given = {argument: options[option] for option, argument in policy.options.items()}
-    return policy.build(interpolation=interpolation, **given)
+    given = {option: options[option] for option in policy.options}
+    return policy.load()(interpolation=interpolation, **given, **policy.constants)
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:

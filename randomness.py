@@ -1,4 +1,4 @@
-"""Random numbers addressed by the place of their use, so that no generator's state has to be saved.
+"""Random numbers addressed by where they are used, so that no generator's state has to be saved.
 
 Every draw of a run is a pure function of the seed and an address: (epoch, image, repetition) for augmentation, (step,
 micro-batch) for erasing, mixing, dropout and stochastic depth, a step for an optimizer, an image for an evaluation.

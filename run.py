@@ -36,17 +36,17 @@ from sampler import TrainSampler, VirtualShards
 from settings import config
 
 
-class BareRun:
-    """A loop over steps without a run around it: each process computes one micro-batch per step."""
+class Steps:
+    """What a loop over steps asks of the run around it, and what `BareRun` and `Run` share.
+
+    Beside these methods both have `steps`, `watched`, `begin_step` and `end_step`.
+    """
 
     is_record_due = False  # whether a record of the present step will need the norm of the gradients
+    number = 0  # of the present step of the run: the address of its random draws
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.tally = Tally([Accuracy()])
-        world_size = collectives.get_world_size()
-        shards = VirtualShards(0, world_size, collectives.get_rank(), world_size)
-        self.sharded_step = ShardedStep(model, shards, device=device)
-        self.steps_per_epoch = self.number = 0
+    def __init__(self, sharded_step: ShardedStep, tally: Tally) -> None:
+        self.sharded_step, self.tally = sharded_step, tally
 
     @property
     def local_shards(self) -> range:
@@ -58,6 +58,28 @@ class BareRun:
         """Factor of each shard's mean loss."""
         return self.sharded_step.loss_scale
 
+    def shard(self, shard: int) -> AbstractContextManager:
+        """Return the context for the forward and backward pass of one micro-batch of the present step."""
+        return self.sharded_step.shard(self.number, shard)
+
+    def finish_gradients(self) -> None:
+        """Make every gradient the mean over all shards, and seed the draws of the optimizer. Collective."""
+        self.sharded_step.finish_gradients(self.number)
+
+    def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
+        """Add a shard's mean loss and the arguments of `metrics.Metric.batch_sums`; read nothing from the device."""
+        self.tally.update(loss, output, target, index)
+
+
+class BareRun(Steps):
+    """A loop over steps without a run around it: each process computes one micro-batch per step."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        world_size = collectives.get_world_size()
+        shards = VirtualShards(0, world_size, collectives.get_rank(), world_size)
+        super().__init__(ShardedStep(model, shards, device=device), Tally([Accuracy()]))
+        self.steps_per_epoch = 0
+
     def steps(self, num_batches: int) -> range:
         """Return the steps of an epoch whose loader has `num_batches` batches."""
         self.steps_per_epoch = num_batches // len(self.local_shards)
@@ -68,20 +90,8 @@ class BareRun:
         return data_loader
 
     def begin_step(self, epoch: int, step: int) -> None:
-        """Prepare a step."""
-        self.number = epoch * self.steps_per_epoch + step  # the address of its random draws
-
-    def shard(self, shard: int) -> AbstractContextManager:
-        """Return the context for the forward and backward pass of one micro-batch of the present step."""
-        return self.sharded_step.shard(self.number, shard)
-
-    def finish_gradients(self) -> None:
-        """Make every gradient the mean over all shards, and seed the draws of the optimizer. Collective."""
-        self.sharded_step.finish_gradients(self.number)
-
-    def measure(self, loss: Tensor, output: Any, target: Tensor, index: Tensor | None) -> None:
-        """Take a shard's mean loss and the arguments of `metrics.Metric.batch_sums`; read nothing from the device."""
-        self.tally.update(loss, output, target, index)
+        """Note the number of the step."""
+        self.number = epoch * self.steps_per_epoch + step
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Show this process's metrics since the last line, if one is due."""
@@ -89,7 +99,7 @@ class BareRun:
             metric_logger.show(*self.tally.read_local())
 
 
-class Run(BareRun):
+class Run(Steps):
     """A run, restored from a checkpoint or new; as a context it adopts its output folder, and records how it ended.
 
     `parts` are the objects whose state is saved: model (bare), optimizer, model_ema and scaler; None if it has none.
@@ -97,7 +107,7 @@ class Run(BareRun):
 
     def __init__(
         self,
-        args: config.Record,
+        args: config.Assigned,
         resumed: dict | None,
         manager: CheckpointManager,
         decisions: StepDecisions,
@@ -111,9 +121,9 @@ class Run(BareRun):
         self.args, self.manager, self.decisions = args, manager, decisions
         self.sampler, self.model, self.folder = sampler, parts["model"], manager.folder
         device = next(self.model.parameters()).device
-        self.sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
+        sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
+        super().__init__(sharded_step, Tally(metrics, sampler.shards.num_local))  # the tally of a line
         self.lr_scheduler = optim.LRScheduler(args, parts["optimizer"])
-        self.tally = Tally(metrics, sampler.shards.num_local)  # of a line
         self.window, self.epoch_tally = Tally(metrics), Tally(metrics)  # of a record, of an epoch
         scaler = parts.get("scaler")
         parts = {
@@ -124,7 +134,8 @@ class Run(BareRun):
         facts["hashes"] = find_hashes(args, facts["data"], self.model, resumed)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
-        self.begun = self.saved = self.saving = self.position  # nothing to save yet
+        self.first_saved = self.saved = self.position  # nothing to save yet
+        self.saving = self.position  # of the save in progress
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
         self.monitor = Monitor(own_folder, self.state, build_loggers(args))
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
@@ -380,7 +391,7 @@ class Run(BareRun):
 
     def failure(self, what: str) -> UserError:
         """Return the error of numbers that are not finite, with what is left to resume from."""
-        is_saved = self.state.is_resumed or self.saved != self.begun
+        is_saved = self.state.is_resumed or self.saved != self.first_saved
         kept = "the last checkpoint is kept" if is_saved else "no checkpoint was saved yet"
         return UserError(f"{what}; {kept}; try a lower --lr, a longer warm-up or --clip-grad-norm", exit_code=5)
 
@@ -391,7 +402,7 @@ class Run(BareRun):
         self.watchdog.beat()
 
 
-def is_evaluated_after(epoch: int, args: Any) -> bool:
+def is_evaluated_after(epoch: int, args: config.Assigned) -> bool:
     """Tell whether `--eval-every` has an epoch evaluated; the last one always is."""
     every, num_done = args.eval_every, epoch + 1
     return num_done == args.epochs or (every > 0 and num_done % every == 0)

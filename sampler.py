@@ -70,11 +70,8 @@ class VirtualShards(NamedTuple):
             UserError: it cannot; the message lists world sizes that can.
         """
         if is_synchronised and self.world_size < self.num_shards:
-            raise UserError(
-                f"--sync-bn: {self.world_size} of {self.num_shards} micro-batches are computed at a time, and "
-                "BatchNorm would see those in place of the global batch; "
-                f"use {self.num_shards} processes, or leave --sync-bn out"
-            )
+            why = f"BatchNorm would see {self.world_size} of the {self.num_shards} micro-batches of a global batch"
+            raise UserError(f"--sync-bn: {why}; use {self.num_shards} processes, or remove --sync-bn")
         sizes = [size for size in range(1, self.num_shards + 1) if self.num_shards % size == 0]
         if needs_same_bits:
             sizes = [size for size in sizes if size == 1 or (self.num_shards // size).bit_count() == 1]
@@ -149,11 +146,11 @@ class TrainSampler(Sampler):
 
     def _keys(self, order: torch.Tensor, step: int, shard: int, earlier: torch.Tensor | None = None) -> list[SampleKey]:
         first = step * self.shards.global_batch_size
-        places = torch.arange(first + shard, first + self.shards.global_batch_size, self.shards.num_shards)
-        images = order[places // self.repetitions].tolist()
-        repetitions = (places % self.repetitions if earlier is None else earlier[places]).tolist()
+        positions = torch.arange(first + shard, first + self.shards.global_batch_size, self.shards.num_shards)
+        images = order[positions // self.repetitions].tolist()
+        repetitions = (positions % self.repetitions if earlier is None else earlier[positions]).tolist()
         keys = [SampleKey(index, self.epoch, number) for index, number in zip(images, repetitions, strict=True)]
-        return keys if self.shards.num_shards >= self.repetitions else _apart(keys)
+        return keys if self.shards.num_shards >= self.repetitions else _without_neighbours(keys)
 
     def indices_at(self, step: int) -> list[int]:
         """Return the images that this process uses in a step of the epoch."""
@@ -177,9 +174,9 @@ class TrainSampler(Sampler):
 def balanced_order(labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return as many images as there are, in an order that shows each class as often, but for one time.
 
-    K classes come in turn, in another random order in every K places. The images of a class follow a random permutation
-    of them, and then another one: in a pass over the set, each image of a small class comes several times, as often as
-    the others of its class but for one time, and of a large class only some come.
+    K classes come in turn, in another random order in every K positions. The images of a class follow a random
+    permutation of them, and then another one: in a pass over the set, each image of a small class comes several times,
+    as often as the others of its class but for one time, and of a large class only some come.
 
     Args:
         labels: (N,) the images' classes; those without images have no turn.
@@ -189,15 +186,15 @@ def balanced_order(labels: torch.Tensor, generator: torch.Generator) -> torch.Te
     turns = torch.rand(-(-len(labels) // len(by_class)), len(by_class), generator=generator)
     turns = turns.argsort(dim=1, stable=True).flatten()[: len(labels)]
     order = torch.empty_like(labels)
-    for images, places in zip(by_class, turns.argsort(stable=True).split(turns.bincount().tolist()), strict=True):
-        passes = range(-(-len(places) // len(images)))
+    for images, positions in zip(by_class, turns.argsort(stable=True).split(turns.bincount().tolist()), strict=True):
+        passes = range(-(-len(positions) // len(images)))
         shown = [images[torch.randperm(len(images), generator=generator)] for _ in passes]
-        order[places] = torch.cat(shown)[: len(places)]
+        order[positions] = torch.cat(shown)[: len(positions)]
     return order
 
 
 def count_earlier(order: torch.Tensor) -> torch.Tensor:
-    """Return for each place of an order how often its image comes earlier: part of the address of its random draws."""
+    """Return for each position of an order how often its image comes earlier, a part of its draws' address."""
     by_image = order.argsort(stable=True)
     images = order[by_image]
     earlier = torch.empty_like(order)
@@ -205,16 +202,16 @@ def count_earlier(order: torch.Tensor) -> torch.Tensor:
     return earlier
 
 
-def _apart(keys: list[SampleKey]) -> list[SampleKey]:
+def _without_neighbours(keys: list[SampleKey]) -> list[SampleKey]:
     """Return the keys in a circular order without two neighbours of the same image, if there is one.
 
-    Image by image, the most frequent ones first, the keys take every other place, and then the places between. Only an
-    image with more than half of the keys can come round to its own first place.
+    Image by image, the most frequent ones first, the keys take every other position, and then the positions between.
+    Only an image with more than half of the keys can come round to its own first position.
     """
     counts = Counter(keys)
     keys = sorted(keys, key=lambda key: -counts[key])
     half = (len(keys) + 1) // 2
-    return [keys[place // 2 + half * (place % 2)] for place in range(len(keys))]
+    return [keys[position // 2 + half * (position % 2)] for position in range(len(keys))]
 
 
 class RASampler(TrainSampler):

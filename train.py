@@ -16,7 +16,7 @@ import torch
 import data
 import utils
 from checkpointing.guard import check_data, check_options, describe_data, find_hashes
-from checkpointing.published import preprocessing_line, settle_preprocessing, start_weights
+from checkpointing.published import preprocessing_line, settle_preprocessing, start_weights, take_published_options
 from checkpointing.store import CheckpointManager
 from data import load_data
 from distributed import collectives
@@ -77,6 +77,8 @@ def train_one_epoch(
                 with precision:
                     output = model(image)
                     loss = criterion(output, target)
+                # `backward` adds up the gradients of this process's shards, and DDP takes the mean over the processes:
+                # so scaled, they become the gradients of the mean loss of the global batch, whoever computes what.
                 scaler.scale(loss * run.loss_scale).backward()
             run.measure(loss, output, target, index)
         run.finish_gradients()
@@ -90,7 +92,8 @@ def train_one_epoch(
         if model_ema and step % args.model_ema_steps == 0:
             model_ema.update_parameters(model)
             if epoch < args.lr_warmup_epochs:
-                model_ema.reset()  # until the warm-up is over, the average is a copy of the weights
+                # Weights of the warm-up are far from the last ones: the average is a copy until it is over.
+                model_ema.reset()
         metric_logger.update(lr=optim.current_lr(optimizer))
         run.end_step(metric_logger, grad_norm)
 
@@ -172,7 +175,7 @@ def resolve(args):
     args = config.resolve(args)
     optim.check_schedule(args)
     args, notes = config.on_machine(args)
-    args, more = data.take_published_options(args)
+    args, more = take_published_options(args)
     return args, notes + more
 
 
@@ -180,7 +183,8 @@ def join(args, notes):
     """Print the notes, start to load, join the other processes. Collective: every rank must call it.
 
     Returns:
-        This process's device, the `StepDecisions`, and the result of `data.start_loading` or None.
+        This process's device, the `StepDecisions`, and the `data.Loading`, or None where the checkpoint says how
+        images are prepared.
 
     Raises:
         UserError: the processes or the data are not there.
@@ -193,8 +197,9 @@ def join(args, notes):
     for line in notes:
         print(line)
     build.check_model(args)
-    # Before there are other threads, such as those of the process group: see `BatchLoader.start`.
-    loading = None if data.waits_for_checkpoint(args) else data.start_loading(args)
+    # Loader processes are forked: before there are other threads, such as those of the process group.
+    # It also hides the wait for the first batches behind that for the others.
+    loading = None if args.test_only and args.resume else data.start_loading(args)
     collectives.join_processes(args)
     if not args.test_only:
         follow_agent()
@@ -227,7 +232,7 @@ def find_checkpoint(args, manager):
     manager.check(args.resume, overwrite=args.overwrite)
     if state is not None:
         check_options(state, args)
-    args = config.with_shards(args, state)
+    args = config.assign(args, state)
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn)
     return args, state
@@ -240,17 +245,21 @@ def main(args):
     manager = CheckpointManager.of_options(args)
     args, state = find_checkpoint(args, manager)
 
-    _, datasets, started = loading = data.start_loading(args, loading)
-    samplers = data.build_samplers(*datasets[:2], args)
+    # The model, the loss and what is measured. The weights to start from are
+    # 1. those of the checkpoint that --resume names or finds: `Run` restores all of its state;
+    # 2. those of --weights, a file or published ones, with a new head for other classes;
+    # 3. random ones.
+    if loading is None or not loading.serves(args):
+        loading = data.start_loading(args)
+    datasets = loading.datasets
     check_data(state, args, *datasets)
-    num_classes = len(datasets[1].classes)
-    data_loader = data.build_device_loader(args, started.pop("train"), samplers[0], device, num_classes)
-    loaders = {name: data.build_device_loader(args, each, None, device, num_classes) for name, each in started.items()}
+    sampler = data.build_train_sampler(datasets[0], args)
+    data_loader, loaders = data.build_device_loaders(args, loading, sampler, device)
     weights = None if state else start_weights(args, datasets[1])
-    model_without_ddp = build.place_model(build.build_model(args, num_classes, weights), args, device)
+    model_without_ddp = build.place_model(build.build_model(args, loading.num_classes, weights), args, device)
     model_ema = build_ema(args, model_without_ddp)
     criterion = distil(build_criterion(args, datasets[0]), args, model_without_ddp, datasets[1])
-    metrics = build_metrics(args, num_classes)
+    metrics = build_metrics(args, loading.num_classes)
     if args.test_only:
         model_ema = load_evaluated(args, model_without_ddp, state)
         optim.check_finite(model_without_ddp, model_ema)
@@ -262,7 +271,7 @@ def main(args):
     scaler = build.build_scaler(args, device)
     model = gradients.wrap_model(model_without_ddp, args)
     run = Run(
-        args, state, manager, decisions, sampler=samplers[0], datasets=datasets, model=model, metrics=metrics,
+        args, state, manager, decisions, sampler=sampler, datasets=datasets, model=model, metrics=metrics,
         parts={"model": model_without_ddp, "optimizer": optimizer, "model_ema": model_ema, "scaler": scaler},
     )  # fmt: skip
     del state

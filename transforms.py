@@ -88,11 +88,11 @@ class RandomErasing:
 def normal_noise(image: Tensor, seeds: Tensor) -> Tensor:
     """Return standard normal noise in the shape and memory order of (B, C, H, W) floats.
 
-    Each value is a hash of its image's seed, of (B,) int64, and its place in the image: the same in any memory order
+    Each value is a hash of its image's seed, of (B,) int64, and its position in the image: the same in any memory order
     and, but for the rounding of `erfinv`, on every device.
     """
-    place = torch.arange(image[0].numel(), dtype=torch.int32, device=image.device).view(image.shape[1:])
-    bits = torch.zeros_like(image, dtype=torch.int32) + _mix_bits(place)
+    position = torch.arange(image[0].numel(), dtype=torch.int32, device=image.device).view(image.shape[1:])
+    bits = torch.zeros_like(image, dtype=torch.int32) + _mix_bits(position)
     bits = _mix_bits(bits ^ seeds.to(torch.int32).view(-1, 1, 1, 1))
     share = ((bits >> 9 & 0x7FFFFF) + 0.5) / 0x800000  # exact in float32, and neither 0 nor 1
     return torch.erfinv(2 * share - 1) * math.sqrt(2)
@@ -168,10 +168,6 @@ class _Mixing(nn.Module):
             raise ValueError(f"num_classes {num_classes} and alpha {alpha}: expected numbers above 0")
         self.num_classes, self.p, self.alpha, self.inplace = num_classes, p, alpha, inplace
 
-    def extra_repr(self) -> str:
-        """Return the arguments."""
-        return f"num_classes={self.num_classes}, p={self.p}, alpha={self.alpha}, inplace={self.inplace}"
-
     def forward(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Mix (B, C, H, W) floats; turn (B,) int64 classes into (B, num_classes) targets of the batch's dtype."""
         if batch.ndim != 4 or target.ndim != 1:
@@ -238,7 +234,7 @@ class RandomMix:
 
     def draw(self, image: Tensor, rng: random.Random) -> tuple[RandomMixUp | RandomCutMix, Tensor]:
         """Draw mixup or cutmix for a (B, C, H, W) batch, and the argument `drawn` of its `mix`."""
-        _, share = rng.random(), rng.random()  # the first number keeps the draws of earlier versions
+        _, share = rng.random(), rng.random()  # the first is not used: without it, every later draw would be another
         mixer = self.cutmix if self.mixup is None or (share < 0.5 and self.cutmix is not None) else self.mixup
         return mixer, mixer.draw(image, rng)
 

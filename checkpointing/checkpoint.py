@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_iter
 
 from checkpointing.schema import FORMAT
 from errors import UserError, counted, duration, in_one_line
-from settings.options import CURVES
+from settings.choices import CURVES
 
 # Names of the best checkpoints, by the evaluation that they are best in: of the raw weights, or of their average.
 BEST_NAMES = {"val": "best", "val_ema": "best_ema", "minival": "best", "minival_ema": "best_ema"}
@@ -54,7 +54,7 @@ class RunState:
         lower loss, then the earlier one. Earlier versions saved no loss: their best stays in a tie.
         """
         self.is_evaluated = True
-        sign = -1 if CURVES[metric].get("is_lower_better") else 1
+        sign = -1 if CURVES[metric].is_lower_better else 1
         for kind in BEST_NAMES.keys() & results.keys():
             name, value = f"{kind}/{metric}", float(results[kind][metric])
             loss = float(results[kind].get("loss", math.inf))

@@ -18,8 +18,8 @@ from PIL import features
 
 from distributed import collectives
 from errors import UserError, one_line
-from settings.custom_code import OWN
-from settings.options import BY_NAME, FREE, SCHEDULES, SILENT, is_filled_in, is_same_model, parse_allowed
+from settings.choices import SCHEDULES, TABLES
+from settings.options import BY_NAME, FREE, SILENT, is_filled_in, is_same_model, parse_allowed
 
 # Set by the script, not by the user.
 _DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted", "typed"}
@@ -273,7 +273,7 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
         known = theirs.get(name, "unknown")
         if name == "device" and known is not None and value is not None:
             known, value = (str(device).split(":")[0] for device in (known, value))
-        is_named = name in OWN and isinstance(known, str) and isinstance(value, str)
+        is_named = name in TABLES and isinstance(known, str) and isinstance(value, str)
         is_same = is_same_model(known, value) if is_named else known == value
         is_same = is_same or (name == "code" and isinstance(known, str) and not _changed_files(known, value))
         if not is_same:
@@ -301,7 +301,7 @@ def _changed_files(theirs: str, ours: str) -> list[str]:
 def _is_free(name: str, args: Any) -> bool:
     """Tell whether an option may change without permission; one without a rule may not."""
     if name == "epochs":  # a schedule spreads its rates over all epochs; the decay of an average follows from them
-        return not SCHEDULES.get(args.lr_scheduler, {"uses_epochs": True}).get("uses_epochs") and not args.model_ema
+        return not getattr(SCHEDULES.get(args.lr_scheduler), "uses_epochs", True) and not args.model_ema
     if name == "world_size":
         # BatchNorm sees the images of all processes; kernels are compiled for this number of processes.
         return not args.sync_bn and not (args.compile is not None and args.use_deterministic_algorithms)
@@ -324,9 +324,8 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
             f"these change the numbers of the run; to continue anyway, give --allow-change {_dashed(changeable)}"
         )
     begin, has_lines = f"cannot resume (--resume {args.resume}):", len(differing) > 3
-    error = UserError("\n  ".join([begin, *parts]) if has_lines else f"{begin} {'; '.join(parts)}")
-    error.has_lines = has_lines
-    return error
+    message = "\n  ".join([begin, *parts]) if has_lines else f"{begin} {'; '.join(parts)}"
+    return UserError(message, has_lines=has_lines)
 
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:

@@ -23,9 +23,9 @@ CONTINUE = Decision()
 
 
 class StepDecisions:
-    """Combine the votes of all ranks into one decision a step, beside the next step's computation.
+    """Combine the votes of all ranks into one decision a step, during the next step's computation.
 
-    A vote is `Decision.is_save_due` and `is_written` of this process, beside the signal that it has received.
+    A vote is `Decision.is_save_due` and `is_written` of this process; the signal that it has received counts too.
     """
 
     def __init__(self, signals: Signals) -> None:

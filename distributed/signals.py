@@ -34,6 +34,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.number, self.parent = 0, os.getppid()
+        self.is_asked = mmap.mmap(-1, 1)  # whether one has come: a byte that forked processes share
         self._handlers = {}  # the handlers before `install`, by signal
 
     def install(self) -> None:
@@ -56,31 +57,28 @@ class Signals:
             say("train.py: error: interrupted; --resume auto resumes from the last checkpoint")
             os._exit(1)
         is_first, self.number = not self.number, self.number or number  # before `say`, which a signal may interrupt
-        _asked[0] = 1
+        self.is_asked[0] = 1
         if is_first and read_launch().local_rank == 0:
             more = "" if number != signal.SIGINT or read_launch().is_torchrun else "; once more to stop at once"
             say(f"{signal.Signals(number).name}: stopping after this step{more}")
 
 
-_early: Signals | None = None
-
-# A byte that forked processes share: whether a signal has asked this process or its parent to stop.
-_asked = mmap.mmap(-1, 1)
+_signals: Signals | None = None  # of this process, or of the one that forked it
 
 
 def is_stop_asked() -> bool:
     """Tell whether a signal has asked this process, or the one that forked it, to stop."""
-    return _asked[0] == 1
+    return _signals is not None and _signals.is_asked[0] == 1
 
 
 def begin_script() -> None:
     """Handle signals, and reopen closed standard files."""
-    global _early  # noqa: PLW0603
-    _early = Signals()
-    _early.install()
+    global _signals  # noqa: PLW0603
+    _signals = Signals()
+    _signals.install()
     open_closed_files()
     _unbuffer_output()
-    gc.disable()  # collecting garbage among objects that stay would take a quarter of the imports' time
+    gc.disable()  # collecting garbage among objects that stay would cost a quarter of the imports' time
 
 
 def end_imports() -> None:
@@ -95,22 +93,22 @@ def take_signals(*, is_training: bool) -> Signals:
     Raises:
         UserError: the torchrun that started this process is gone.
     """
-    global _early
-    signals, _early = _early or Signals(), None
-    signals.install() if is_training else signals.release()
+    global _signals  # noqa: PLW0603
+    _signals = _signals or Signals()
+    _signals.install() if is_training else _signals.release()
     if read_launch().is_torchrun:
         # Until all ranks have joined: a process that waits for them inside torch handles no signal.
         end_with_parent(signal.SIGKILL)
-        if os.getppid() != signals.parent:
+        if os.getppid() != _signals.parent:
             raise UserError("the torchrun that started this process is gone; start again")
-    return signals
+    return _signals
 
 
 def follow_agent() -> None:
     """Have the death of torchrun stop this process like SIGTERM, once all processes have joined.
 
-    Otherwise the ranks of a killed torchrun would train on, and write, beside those of its successor. A run that was
-    started by a shell may outlive the shell.
+    Otherwise the ranks of a killed torchrun would train on, and write, at the same time as those of its successor. A
+    run that was started by a shell may outlive the shell.
     """
     if read_launch().is_torchrun:
         end_with_parent(signal.SIGTERM)

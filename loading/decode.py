@@ -26,23 +26,23 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 # Pillow warns of larger images; as RGB they take a quarter of a GiB. Photographs have a tenth of these pixels.
 MAX_PIXELS = (1 << 28) // 3
 
-# Memory of a decoder, beside the image, for each pixel: coefficients of a progressive JPEG, two canvases of a WebP ...
+# Memory of a decoder for each pixel, besides the image: coefficients of a progressive JPEG, two canvases of a WebP ...
 _BYTES_PER_PIXEL, _BYTES_OF_DECODER = 16, 1 << 24
 
 # SampleFormat of TIFF, but for unsigned numbers and undefined ones.
 _SAMPLE_KINDS = {2: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
 
 # Markers of a JPEG. Those of a frame say how it is coded: baseline to progressive are decoded here, other kinds by
-# `decode_plainly`, as are files with segments beside the skipped ones.
+# `decode_plainly`, as are files with segments other than the skipped ones.
 _BASELINE, _PROGRESSIVE, _START_OF_SCAN = 0xC0, 0xC2, 0xDA
 _SKIPPED = {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}  # tables, restart interval, comment, applications' segments
 _END_OF_IMAGE = b"\xff\xd9"
 
 
 class Frame(NamedTuple):
-    """The header of a JPEG: its fields and their places in the file; lengths are in pixels."""
+    """The header of a JPEG: its fields and their positions in the file; lengths are in pixels."""
 
-    place: int  # of the start-of-frame segment in the file
+    position: int  # of the start-of-frame segment in the file
     height: int
     width: int
     block_rows: int  # rows of pixels in a row of blocks, which is decoded as a whole
@@ -56,34 +56,34 @@ def read_frame(payload: bytes) -> Frame | None:
     """Return the frame of a JPEG; None if the file is no JPEG, an unusual one, or truncated."""
     if payload[:2] != b"\xff\xd8":
         return None
-    place, start_of_frame = 2, 0
-    while place + 4 <= len(payload) and payload[place] == 0xFF:
-        marker = payload[place + 1]
+    position, start_of_frame = 2, 0
+    while position + 4 <= len(payload) and payload[position] == 0xFF:
+        marker = payload[position + 1]
         if marker == _START_OF_SCAN:
-            return _frame(payload, start_of_frame, place) if start_of_frame else None
+            return _frame(payload, start_of_frame, position) if start_of_frame else None
         if _BASELINE <= marker <= _PROGRESSIVE and not start_of_frame:
-            start_of_frame = place
+            start_of_frame = position
         elif marker not in _SKIPPED:
             return None
-        place += 2 + (payload[place + 2] << 8 | payload[place + 3])
+        position += 2 + (payload[position + 2] << 8 | payload[position + 3])
     return None
 
 
-def _frame(payload: bytes, place: int, scan: int) -> Frame | None:
+def _frame(payload: bytes, position: int, scan: int) -> Frame | None:
     # Whether a truncated file can be read must not depend on the rows that are wanted, so Pillow decodes it. Coded rows
     # never hold the end marker, though a thumbnail in a header does, and other bytes may follow it. A scan's header has
     # ten bytes at least, so a marker behind them means that the file holds both headers whole.
     if payload.rfind(_END_OF_IMAGE, scan + 10) < 0:
         return None
-    precision, height, width, num_components = struct.unpack_from(">BHHB", payload, place + 4)
-    samplings = payload[place + 11 : place + 11 + 3 * num_components : 3]
+    precision, height, width, num_components = struct.unpack_from(">BHHB", payload, position + 4)
+    samplings = payload[position + 11 : position + 11 + 3 * num_components : 3]
     down = max((value & 15 for value in samplings), default=0)
     is_usual = precision == 8 and num_components in (1, 3)
     if not is_usual or not (height and width and down and all(value >> 4 for value in samplings)):
         return None
-    is_progressive = payload[place + 1] == _PROGRESSIVE
+    is_progressive = payload[position + 1] == _PROGRESSIVE
     margin = int(down > 1) + 16 * down * int(is_progressive)
-    return Frame(place, height, width, 8 * down, margin, num_components)
+    return Frame(position, height, width, 8 * down, margin, num_components)
 
 
 def shorten(payload: bytes, frame: Frame, bottom: int) -> tuple[bytes | bytearray, Frame]:
@@ -95,7 +95,7 @@ def shorten(payload: bytes, frame: Frame, bottom: int) -> tuple[bytes | bytearra
     if rows >= frame.height:
         return payload, frame
     shorter = bytearray(payload)
-    shorter[frame.place + 5 : frame.place + 7] = rows.to_bytes(2, "big")
+    shorter[frame.position + 5 : frame.position + 7] = rows.to_bytes(2, "big")
     return shorter, frame._replace(height=rows)
 
 
@@ -190,10 +190,8 @@ def grey_bits(image: Image.Image) -> int:
         reason = "samples of 32 bits"
     else:
         return int(bits) if image.mode.startswith("I") else 0
-    raise BadImageError(
-        f"it has {reason} (Pillow's mode {image.mode}), which cannot be scaled to 8 bits without guessing its white; "
-        "save it as a PNG of 8 or 16 bits"
-    )
+    why = "which cannot be scaled to 8 bits without guessing its white; save it as a PNG of 8 or 16 bits"
+    raise BadImageError(f"it has {reason} (Pillow's mode {image.mode}), {why}")
 
 
 def load_image(payload: bytes) -> Image.Image:
@@ -211,7 +209,7 @@ def load_image(payload: bytes) -> Image.Image:
 
 
 def unused_range(source: Any) -> str:
-    """Return words if a source's images of more than 8 bits, of 16 looked at, use at most a quarter of their range."""
+    """Return a warning if the images of more than 8 bits, of 16 looked at, use at most a quarter of their range."""
     numbers, ends = numpy.linspace(0, len(source) - 1, 16, dtype=int).tolist(), []
     for number in numbers if "://" not in source.where else ():  # a pack has 8 bits
         with contextlib.suppress(Exception):  # whoever needs the image names it
@@ -258,10 +256,8 @@ def decode_plainly(
     with _blaming_bytes(image.width * image.height):
         is_keyed = image.format == "PNG" and image.mode in ("L", "RGB") and "transparency" in image.info
         if mode == "RGBA" and is_keyed and payload[24] != 8:  # the bits of a sample
-            raise BadImageError(
-                f"its transparent colour has {payload[24]} bits a channel, with which Pillow compares pixels of 8; "
-                "save it as a PNG of 8 bits or with an alpha channel"
-            )
+            remedy = "save it as a PNG of 8 bits or with an alpha channel"
+            raise BadImageError(f"its transparent colour has {payload[24]} bits a channel, and 8 are read; {remedy}")
         if box is not None and box != (0, 0, *image.size):
             image = image.crop(box)
         return to_mode(image, mode)

@@ -1,4 +1,4 @@
-"""Stream a remote pack into its cache: one process a machine, beside the training, which ends with its parent."""
+"""Stream a remote pack into its cache, in one process on each machine, which ends with the training."""
 
 import fcntl
 import json
@@ -29,17 +29,16 @@ def start_filling(options: dict) -> subprocess.Popen:
 
 def chunks(pack: RemotePack) -> Iterator[tuple[int, int]]:
     """Yield the first and last image of each piece of a shard whose images are all to be fetched, in order."""
-    first = last = None
+    chunk = []
     shards, offsets, sizes = (pack.columns[name] for name in ("shards", "offsets", "sizes"))
     for number in pack.cache.missing():
-        is_next = first is not None and number == last + 1 and shards[number] == shards[first]
-        if not (is_next and offsets[number] + sizes[number] - offsets[first] <= _CHUNK_BYTES):
-            if first is not None:
-                yield first, last
-            first = number
-        last = number
-    if first is not None:
-        yield first, last
+        is_next = chunk and number == chunk[-1] + 1 and shards[number] == shards[chunk[0]]
+        if chunk and not (is_next and offsets[number] + sizes[number] - offsets[chunk[0]] <= _CHUNK_BYTES):
+            yield chunk[0], chunk[-1]
+            chunk = []
+        chunk.append(number)
+    if chunk:
+        yield chunk[0], chunk[-1]
 
 
 def fill(pack: RemotePack) -> None:

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError, in_one_line, one_line
+from files import retry
 from loading.decode import unused_range
-from loading.index import FolderIndex, with_retries
 from loading.lists import SEPARATORS, ListIndex
 from loading.remote import RemotePack, is_remote
 from loading.source import Source, list_folder
-from loading.tars import TarIndex
+from settings import choices
 from settings.custom_code import load_function
 from settings.options import split_custom
 
-# In order of preference.
-FORMS: list[type[Source]] = [ListIndex, FolderIndex, TarIndex]
+FORMS: list[type[Source]] = [form.load() for form in choices.FORMS.values()]
 
 
 def find_sources(root: Path) -> list[Source]:
@@ -142,7 +141,7 @@ def _check_labels(source: Source, separator: str | None) -> None:
         raise UserError(f"a label is {bad[0]!r}; expected a whole number from 0 to {most - 1}")
     if not isinstance(getattr(source, "form", None), str):
         raise UserError("form: expected a name of this kind of data, for checkpoints and messages")
-    content, *_ = with_retries(lambda: source.read(0)), {**source.identity()}, source.path(0)
+    content, *_ = retry(lambda: source.read(0)), {**source.identity()}, source.path(0)
     if not isinstance(content, bytes | bytearray):
         raise UserError(f"read returned {content!r:.80}; expected the bytes of an image's file")
 

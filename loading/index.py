@@ -7,29 +7,27 @@ import shlex
 import stat
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy
 
 from errors import UserError, counted, one_line
-from files import open_to_read, retry, write_atomically
+from files import open_to_read, write_atomically
 from loading.progress import Progress
 from loading.source import IMG_EXTENSIONS, Source, digest, encoded
 
 # A file that changed less than this before it was read may have changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
 
-# Waits before a failed read is tried again: a network disk may fail for a moment only, and even report "No such file"
-# then.
-RETRY_WAITS_S = (0.05, 0.2, 0.8)
-
-# The file beside lists and tars that names the classes of numbers in their order, one a line.
+# The file next to lists and tars with the names of numbered classes, in their order, one a line.
 CLASSES = "classes.txt"
 
-_FORMAT = "touchstone image index 5"
+# Where an image lies in a file of several: the file's number, and two numbers that the format defines.
+Location = tuple[int, int, int]
+
+_FORMAT = "touchstone image index 6"
 
 # Hidden files and folders, and folders that macOS, Synology and Windows leave behind; and what removes such.
 _HIDDEN = re.compile(rb"[/\0]((?:\.(?=[^/\0])|(?:__MACOSX|@eaDir|#recycle|\$RECYCLE\.BIN)(?=[/\0]|\.tar\0))[^/\0]*)")
@@ -53,11 +51,6 @@ def check_hidden(where: str, names: Iterable[bytes], command: str = _FIND) -> No
         pattern = "'.?*'" if found[1][:1] == b"." else f"'{decode(found[1])}'"
         reason = f"{decode(found[1])!r} is hidden or a program's own; rename it, or remove all such: "
         raise UserError(reason + command % (shlex.quote(where), pattern))
-
-
-def with_retries(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`; after an OSError or MemoryError, try again up to three times."""
-    return retry(work, RETRY_WAITS_S)
 
 
 class ArraySource(Source):
@@ -104,7 +97,7 @@ class ImageIndex(ArraySource):
     Attributes:
         arrays: the content of the cache, and all that is known of the images. names: (images,) bytes, as `encode`.
             labels: (images,) int32. classes: (classes,) bytes. watched: (watched,) bytes, the folders or files that
-            were scanned, relative to the data path. states: (watched, 3) int64, as `_state`. places, of images in
+            were scanned, relative to the data path. states: (watched, 3) int64, as `_state`. locations, of images in
             files: (images, 3) int64, the number of its file and two numbers that the format defines. label_sets: as of
             `Source`, if there are any. header: identifies the split.
     """
@@ -129,7 +122,7 @@ class ImageIndex(ArraySource):
         """
 
     def open(self) -> "ImageIndex":
-        """Take the index from its cache if that is fresh; else scan, and write a cache for the next start.
+        """Use the index in the cache if that is fresh; else scan, and write a cache for the next start.
 
         Several processes that start together may all scan, and the last one's cache stays.
 
@@ -155,7 +148,7 @@ class ImageIndex(ArraySource):
         return encode([_FORMAT, self.root.name, self.form, *IMG_EXTENSIONS, *files])
 
     def _load(self, cache: Path) -> bool:
-        """Take the index from a cache file if that is undamaged, of this split, and up to date; tell whether it was."""
+        """Use the index in a cache file if that is undamaged, of this split, and up to date; tell whether it was."""
         try:
             # A link is not followed: writing would replace it, too.
             with open_to_read(cache, follows_links=False) as stream, numpy.load(stream, allow_pickle=False) as file:
@@ -169,7 +162,7 @@ class ImageIndex(ArraySource):
             is_ours = numpy.array_equal(arrays["header"], self._header())
             if not is_ours or arrays["states"].tolist() != [_state(os.stat(path)) for path in paths]:
                 return False
-            self._take(arrays)
+            self._use(arrays)
         except Exception:  # zip, numpy and the disk raise a dozen kinds for damaged, foreign or lost files
             return False
         return True
@@ -189,7 +182,7 @@ class ImageIndex(ArraySource):
             if not self.may_lack_classes:
                 raise UserError(f"{words} ({' '.join(IMG_EXTENSIONS)}); add some, or remove the folder, tar or name")
             print(one_line(words))
-        self._take({"header": self._header(), "classes": encode(classes), **scan.arrays()})
+        self._use({"header": self._header(), "classes": encode(classes), **scan.arrays()})
         return scan.doubt
 
     def check_classes(self, classes: list[str], num_stray: int) -> None:
@@ -197,13 +190,13 @@ class ImageIndex(ArraySource):
         if not classes and not num_stray:
             raise UserError(f"{self.where} holds neither images nor class folders; it needs one folder for each class")
         if not classes:
+            prepare = f"python -m scripts.prepare {self.root.parent} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER"
             raise UserError(
                 f"{self.where} holds {counted(num_stray, 'image')} and no class folders; list them in "
-                f"{self.root.name}.csv (docs/own-photographs.md), or, ImageNet's: python -m scripts.prepare "
-                f"{self.root.parent} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER"
+                f"{self.root.name}.csv (docs/own-photographs.md), or, for ImageNet's: {prepare}"
             )
 
-    def _take(self, arrays: dict[str, numpy.ndarray]) -> None:
+    def _use(self, arrays: dict[str, numpy.ndarray]) -> None:
         self.classes = list(map(decode, arrays["classes"]))
         self.names, self.labels, self.label_sets = arrays["names"], arrays["labels"], arrays.get("label_sets")
         self.arrays = arrays
@@ -218,7 +211,7 @@ class ImageIndex(ArraySource):
 
 
 def cache_path(root: Path) -> Path:
-    """Return the file beside a split in which its index is cached."""
+    """Return the file in which the index of a split is cached, next to its folder."""
     return root.parent / f".touchstone-index-{root.name}.npz"
 
 
@@ -235,7 +228,7 @@ class Scan:
         self.watched, self.states = [], []
         self.doubt = ""  # why the scan may not be cached
         self.unread = []  # files in class folders that are no images by their names
-        self.names, self.labels, self.places, self.label_sets = [], [], [], None
+        self.names, self.labels, self.locations, self.label_sets = [], [], [], None
 
     def watch(self, path: str, status: os.stat_result) -> None:
         """Record the state of a folder or file just before it is read."""
@@ -247,19 +240,19 @@ class Scan:
         if any(abs(now_ns - time_ns) < RACY_NS for time_ns in (status.st_mtime_ns, status.st_ctime_ns)):
             self.doubt = self.doubt or f"{path} was modified less than two seconds ago"
 
-    def add(self, folder: str, label: int, names: Iterable[str], places: Sequence[tuple[int, int, int]] = ()) -> None:
-        """Add the images of a folder, with their places as in `ImageIndex` if files hold several images."""
+    def add(self, folder: str, label: int, names: Iterable[str], locations: Sequence[Location] = ()) -> None:
+        """Add the images of a folder; with their locations, as in `ImageIndex`, where files hold several images."""
         paths = [f"{folder}/{name}" for name in names]
         if paths:
             self.names.append(encode(paths))
             self.labels += [label] * len(paths)
-            self.places += [numpy.array(places, dtype=numpy.int64)] if places else []
+            self.locations += [numpy.array(locations, dtype=numpy.int64)] if locations else []
 
-    def add_sorted(self, rows: Iterable[tuple[int, str, str, tuple[int, int, int]]]) -> None:
-        """Add images by label, folder, name and place, in the order of `FolderIndex`."""
+    def add_sorted(self, rows: Iterable[tuple[int, str, str, Location]]) -> None:
+        """Add images by label, folder, name and location, in the order of `FolderIndex`."""
         for (label, folder), group in itertools.groupby(sorted(rows), lambda row: row[:2]):
-            _, _, names, places = zip(*group, strict=True)
-            self.add(folder, label, names, places)
+            _, _, names, locations = zip(*group, strict=True)
+            self.add(folder, label, names, locations)
 
     def arrays(self) -> dict[str, numpy.ndarray]:
         """Return the scan as arrays of an `ImageIndex`, without its classes and header."""
@@ -270,7 +263,7 @@ class Scan:
             "labels": numpy.array(self.labels, dtype=numpy.int32),
         }
         arrays |= {} if self.label_sets is None else {"label_sets": self.label_sets}
-        return {**arrays, "places": numpy.concatenate(self.places)} if self.places else arrays
+        return {**arrays, "locations": numpy.concatenate(self.locations)} if self.locations else arrays
 
 
 class FolderIndex(ImageIndex):

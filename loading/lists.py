@@ -14,7 +14,7 @@ import numpy
 
 from errors import UserError, counted, did_you_mean, is_printable, one_line
 from files import open_to_read
-from loading.index import CLASSES, ImageIndex, Scan, encode
+from loading.index import CLASSES, ImageIndex, Location, Scan, encode
 from loading.source import IMG_EXTENSIONS, Source, encoded
 
 # By the ending of a list, what separates its columns; each line of .jsonl is an object of its own.
@@ -43,14 +43,14 @@ class ListIndex(ImageIndex):
 
     @classmethod
     def find(cls, root: Path) -> list[Source]:
-        """Return the lists of this split beside its folder, then those of all splits."""
+        """Return the lists of this split next to its folder, then those of all splits."""
         names = [root.name, *(["images"] if root.name in SPLITS else [])]
         paths = [root.parent / f"{name}{ending}" for name in names for ending in SEPARATORS]
         return [cls(root, path, [path], root.parent / CLASSES) for path in paths if os.path.lexists(path)]
 
     def path(self, number: int) -> str:
         """Return the path of an image."""
-        name, cut = self.name(number), int(self.arrays["places"][number, 0])
+        name, cut = self.name(number), int(self.arrays["locations"][number, 0])
         rest = name if cut & _CLASS else name.partition("/")[2]
         rest = f"{self.root.name}/{rest}" if cut & _SPLIT else rest
         return os.path.join("/" if cut & _ROOT else self.root.parent, rest)
@@ -69,14 +69,14 @@ class ListIndex(ImageIndex):
                 print(one_line(f"{self.where}: {counted(len(several), 'class')} with a separator in its name, {words}"))
         else:
             classes, labels, folders = self._number_sets([label for _, _, label in rows], scan)
-        found: dict[tuple, tuple[int, int, int]] = {}
+        found: dict[tuple, Location] = {}
         for (line, path, _), label, file in zip(rows, labels, self._hash_files(rows), strict=True):
             name, cut = _name(path, folders[label], self.root.name)
             key = (label, *os.path.split(name))
             if key in found:
                 raise UserError(f"{self.where}, line {line}: {path} and another image would be {name}; rename one")
             found[key] = (cut, file, 0)
-        scan.add_sorted((*key, place) for key, place in found.items())
+        scan.add_sorted((*key, location) for key, location in found.items())
         return classes
 
     def _hash_files(self, rows: list[tuple[int, str, str]]) -> list[int]:
@@ -121,18 +121,18 @@ class ListIndex(ImageIndex):
         return classes, [rows[text] for text in texts], [text or "no label" for text in sets]
 
     def _header(self) -> numpy.ndarray:
-        """Return the header of `ImageIndex`, which differs for another separator or place of the data path."""
-        facts = [f"labels {self.separator}", os.path.realpath(self.root.parent)]
-        return numpy.append(super()._header(), encode(facts))
+        """Return the header of `ImageIndex`, which differs for another separator or data path."""
+        parts = [f"labels {self.separator}", os.path.realpath(self.root.parent)]
+        return numpy.append(super()._header(), encode(parts))
 
 
 def number_labels(
-    source: ImageIndex, scan: Scan, labels: Sequence[str], places: Sequence[str] = ()
+    source: ImageIndex, scan: Scan, labels: Sequence[str], origins: Sequence[str] = ()
 ) -> tuple[list[str], list[int]]:
     """Return the classes of a source whose labels are names or numbers, as `as_label`, and the number of each label.
 
-    If there is a classes.txt, the scan watches it, and in an evaluation a class may lack images. `places` are words for
-    each label's place in messages. UserError for labels that classes.txt lacks, or numbers but not all of 0 to N - 1.
+    If there is a classes.txt, the scan watches it, and in an evaluation a class may lack images. `origins` name each
+    label's source in messages. UserError for labels that classes.txt lacks, or numbers but not all of 0 to N - 1.
     """
     are_numbers = all(map(_is_number, labels))
     if not are_numbers and all(_is_number(label.removeprefix("-")) for label in labels):
@@ -147,10 +147,9 @@ def number_labels(
         classes = sorted(set(labels), key=int)
         missing = [number for number, name in enumerate(classes) if int(name) != number]
         if missing:
-            raise UserError(
-                f"{source.where}: its labels are numbers up to {classes[-1]}, and {missing[0]} has no image; write "
-                f"all classes into {source.root.parent / CLASSES}, one name a line, the first of number 0"
-            )
+            remedy = f"write all classes into {source.root.parent / CLASSES}, one name a line, the first of number 0"
+            numbers = f"its labels are numbers up to {classes[-1]}, and {missing[0]} has no image"
+            raise UserError(f"{source.where}: {numbers}; {remedy}")
     else:
         value = float if all(re.fullmatch(r"-?\d+(\.\d+)?", label) for label in labels) else str
         classes = sorted(sorted(set(labels)), key=value)
@@ -158,7 +157,7 @@ def number_labels(
         print(one_line(f"{source.where}: classes are in the order of numbers (2, 10), not of class folders (10, 2)"))
     numbers = {name: number for number, name in enumerate(classes)}
     if unknown := sorted(set(labels) - numbers.keys()):
-        where = places[labels.index(unknown[0])] if places else source.where
+        where = origins[labels.index(unknown[0])] if origins else source.where
         hint = did_you_mean(unknown[0], classes)
         raise UserError(f"{where}: {CLASSES} has no class {unknown[0]}{hint}; it names {len(classes)}")
     return classes, [numbers[label] for label in labels]
@@ -183,16 +182,14 @@ def check_apart(train: Source, val: Source) -> None:
         return
     both = numpy.flatnonzero(numpy.isin(_hashes(train), _hashes(val)))
     if len(both):
-        raise UserError(
-            f"{train.where} and {val.where} both hold {counted(len(both), 'image')}, such as "
-            f"{train.path(int(both[0]))}: an accuracy on images that train is none; take them out of one of the two"
-        )
+        found = f"both hold {counted(len(both), 'image')}, such as {train.path(int(both[0]))}"
+        raise UserError(f"{train.where} and {val.where} {found}; remove them from one of the two")
 
 
 def _hashes(source: Source) -> numpy.ndarray:
     """Return (images,) int64, `_hash_file` of each."""
     if isinstance(source, ListIndex):
-        return source.arrays["places"][:, 1]
+        return source.arrays["locations"][:, 1]
     return numpy.array([_hash_file(source.path(number)) for number in range(len(source))])
 
 
@@ -254,31 +251,36 @@ def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator
 
     UserError if a row lacks one of them, or the list does not say of which split its images are.
     """
-    is_of_all = path.stem == "images"
+    is_of_all, has_splits = path.stem == "images", split in SPLITS
     allowed = SPLITS if is_of_all else (split,)
-    needed = ("path", "label", *(["split"] if is_of_all and split != "train" else []))
-    optional = ("split",) if split in SPLITS else ()
-    for line, row in read_table(path, needed, optional):
+    needed = ("path", "label", "split") if is_of_all and split != "train" else ("path", "label")
+    for line, row in read_table(path, needed, ("split",) if has_splits else ()):
         where = f"{path}, line {line}"
-        values = {"split": allowed[0]} | {name: row[name] for name in (*needed, *optional) if name in row}
-        label = values["label"]
-        labels = [label]
-        if separator is not None:
-            labels = label.split(separator) if isinstance(label, str) else label if isinstance(label, list) else [label]
-        labels = list(map(as_label, labels))
-        labels = labels if separator is None else [each for each in labels if each != ""]
-        values["label"] = None if None in labels else labels[0] if labels else "none"
-        if wrong := [name for name, value in values.items() if not isinstance(value, str) or not value]:
-            several = " (several labels need --multi-label)" * (isinstance(label, list) and separator is None)
-            raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number{several}"))
+        labels, own_split = _labels_of(row["label"], separator), row.get("split", allowed[0]) if has_splits else split
+        is_text = {"path": _is_text(row["path"]), "split": _is_text(own_split), "label": all(map(_is_text, labels))}
+        if wrong := [name for name in is_text if not is_text[name]]:
+            hint = " (several labels need --multi-label)" if isinstance(row["label"], list) and not separator else ""
+            raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number{hint}"))
         if separator is not None and (cut := [each for each in labels if separator in each]):
             raise UserError(one_line(f"{where}: label {cut[0]!r} holds {separator!r}; give --multi-label another one"))
-        if values["split"] not in allowed:
-            raise UserError(one_line(f"{where}: split {values['split']!r}; expected {' or '.join(allowed)}"))
+        if own_split not in allowed:
+            raise UserError(one_line(f"{where}: split {own_split!r}; expected {' or '.join(allowed)}"))
         for label in labels:
             check_class(where, label)
-        if not is_of_all or values["split"] == split:
-            yield line, values["path"], (separator or "").join(sorted(set(labels)))
+        if not is_of_all or own_split == split:
+            yield line, row["path"], (separator or "").join(sorted(set(labels)))
+
+
+def _labels_of(value: object, separator: str | None) -> list[str | None]:
+    """Return the labels in a value, each as `as_label`; without a separator one, which may be empty."""
+    if separator is None:
+        return [as_label(value)]
+    values = value.split(separator) if isinstance(value, str) else value if isinstance(value, list) else [value]
+    return [label for label in map(as_label, values) if label != ""]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[int, dict]]:
@@ -294,10 +296,9 @@ def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) 
     for line, row in _read_objects(path) if separator is None else _read_columns(path, separator, read):
         if lacking := [name for name in needed if name not in row]:
             columns = ", ".join(map(str, row)) or "none"
-            raise UserError(one_line(
-                f"{path}, line {line}: no column {lacking[0]}; the first line has {columns}, and expected are "
-                f"{', '.join(needed)}, separated by {'tabs' if separator == chr(9) else 'commas'}"
-            ))  # fmt: skip
+            expected = f"{', '.join(needed)}, separated by {'tabs' if separator == chr(9) else 'commas'}"
+            found = f"no column {lacking[0]}; the first line has {columns}"
+            raise UserError(one_line(f"{path}, line {line}: {found}; expected {expected}"))
         yield line, row
 
 
@@ -325,10 +326,8 @@ def _read_columns(path: Path, separator: str, read: Collection[str]) -> Iterator
             print(one_line(f"{path}: {counted(len(unread), 'column')} not read: {', '.join(unread)}"))
         for row in filter(None, reader):
             if len(row) != len(columns):
-                raise UserError(
-                    f"{path}, line {reader.line_num}: {len(row)} values for {len(columns)} columns; a value that holds "
-                    f"{separator!r} stands in quotes"
-                )
+                found = f"{len(row)} values for {len(columns)} columns; put a value with {separator!r} in quotes"
+                raise UserError(f"{path}, line {reader.line_num}: {found}")
             yield reader.line_num, dict(zip(columns, row, strict=True))
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: {error}") from error

@@ -52,8 +52,8 @@ def collate(samples: list[tuple[Tensor, int]], memory: Tensor | None = None) -> 
     shape = (len(samples), *images[0].shape[1:], len(images[0]))
     batch = torch.empty(shape, dtype=torch.uint8) if memory is None else _view(memory, shape)
     # By numpy, because torch would copy each image with all its threads.
-    for place, image in zip(batch.numpy(), images, strict=True):
-        numpy.copyto(place, image.permute(1, 2, 0).numpy())
+    for slot, image in zip(batch.numpy(), images, strict=True):
+        numpy.copyto(slot, image.permute(1, 2, 0).numpy())
     return batch.permute(0, 3, 1, 2), torch.tensor(labels)
 
 
@@ -71,16 +71,16 @@ class _Tasks:
         self.num_slots, self.num_workers, self.number = num_slots, max(num_workers, 1), 0
         self.choose(0, None)
 
-    def choose(self, place: int, sampler: Any) -> int:
-        """Take the keys of a sampler from now on, for the set at this place, and return the number of this choice."""
-        self.place, self.sampler, self.number = place, sampler, self.number + 1
+    def choose(self, set_number: int, sampler: Any) -> int:
+        """Use the keys of a sampler from now on, for the set of this number, and return the number of this choice."""
+        self.set_number, self.sampler, self.number = set_number, sampler, self.number + 1
         return self.number
 
     def __iter__(self) -> Iterator[tuple[int, int | None, list[int], list[int]]]:
         slots = itertools.cycle(range(self.num_slots) or [None])
         batches, ahead = itertools.tee(batches_of(self.sampler))
         following = itertools.chain(itertools.islice(ahead, self.num_workers, None), itertools.repeat([]))
-        return zip(itertools.repeat(self.place), slots, batches, following, strict=False)
+        return zip(itertools.repeat(self.set_number), slots, batches, following, strict=False)
 
 
 def batches_of(sampler: Any) -> Iterable[list[int]]:
@@ -88,18 +88,18 @@ def batches_of(sampler: Any) -> Iterable[list[int]]:
     return () if sampler is None else BatchSampler(sampler, sampler.batch_size, drop_last=False)
 
 
-class _Filler(Dataset):
-    """The data set of a worker process: it loads a batch at a time, into its slot, if any."""
+class _TaskDataset(Dataset):
+    """The data set of a worker process, whose keys are tasks: it loads a batch at a time, into its slot, if any."""
 
     def __init__(self, sets: list[Dataset], slots: list[Tensor]) -> None:
         self.sets, self.slots = sets, slots
 
     def __getitems__(self, task: tuple[int, int | None, list[int], list[int]]) -> tuple:
         """Return a batch; for one in a slot, the slot's number, the images' shape, and the classes."""
-        place, slot, keys, following = task
-        if (source := getattr(self.sets[place], "index", None)) is not None:
+        set_number, slot, keys, following = task
+        if (source := getattr(self.sets[set_number], "index", None)) is not None:
             source.expect([*keys, *following])
-        samples = [self.sets[place].load(key) for key in keys]
+        samples = [self.sets[set_number].load(key) for key in keys]
         if slot is None:
             return collate(samples)
         image, labels = collate(samples, self.slots[slot])
@@ -108,6 +108,8 @@ class _Filler(Dataset):
 
 class BatchLoader:
     """Load batches of uint8 images and their classes, as `collate`, in this process or in worker processes.
+
+    A `DataLoader` gives it no more than its processes: what it loads are `_Tasks`, of a batch each.
 
     Workers put images into shared memory and reuse it: a later batch overwrites it, so copy images that are to stay. A
     fresh page of shared memory would cost more than the copy into it. The batches take
@@ -139,9 +141,9 @@ class BatchLoader:
                 exit_code=2,
             ) from error
         self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)) if num_slots else []
-        self._sets, self._place, self._tasks = [dataset], 0, _Tasks(num_slots, num_workers)
+        self._sets, self._set_number, self._tasks = [dataset], 0, _Tasks(num_slots, num_workers)
         self.loader = DataLoader(
-            _Filler(self._sets, self.slots),
+            _TaskDataset(self._sets, self.slots),
             batch_sampler=self._tasks,
             num_workers=num_workers,
             prefetch_factor=_PREFETCH_FACTOR if num_workers else None,
@@ -152,13 +154,13 @@ class BatchLoader:
             worker_init_fn=start_worker,
         )
 
-    def beside(self, dataset: Dataset) -> "BatchLoader":
-        """Return a loader of another set, which the same processes load, so one of the two at a time.
+    def sharing_workers(self, dataset: Dataset) -> "BatchLoader":
+        """Return a loader of another set that shares the processes of this one: only one of them loads at a time.
 
-        Called before the processes start.
+        Call it before the processes start.
         """
         other = copy.copy(self)
-        other.dataset, other.sampler, other._place = dataset, None, len(self._sets)
+        other.dataset, other.sampler, other._set_number = dataset, None, len(self._sets)
         self._sets.append(dataset)
         return other
 
@@ -191,7 +193,7 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Begin to load, and return the batches; those of an earlier call, of any of the sets, are lost."""
-        number = self._tasks.choose(self._place, self.sampler)
+        number = self._tasks.choose(self._set_number, self.sampler)
         # The processes start here, and not with the first batch: they end with the thread that starts them.
         return self._batches(self._start_epoch(), number)
 

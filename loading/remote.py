@@ -4,8 +4,8 @@ import gzip
 import http.client
 import io
 import json
-import math
 import os
+import pickle
 import random
 import re
 import signal
@@ -78,13 +78,12 @@ def index_name(split: str) -> str:
     return f"{split}.index.gz"
 
 
-def encode_index(facts: dict[str, Any], names: numpy.ndarray, columns: dict[str, numpy.ndarray]) -> bytes:
-    """Return an index: facts of the split, (images,) names as bytes, and the (images,) columns of `COLUMNS`."""
-    head = {"format": FORMAT, "images": len(names), "width": names.dtype.itemsize, **facts}
+def encode_index(metadata: dict[str, Any], names: numpy.ndarray, columns: dict[str, numpy.ndarray]) -> bytes:
+    """Return an index: metadata of the split, (images,) names as bytes, and the (images,) columns of `COLUMNS`."""
+    head = {"format": FORMAT, "images": len(names), "width": names.dtype.itemsize, **metadata}
     parts = [columns[name].astype(kind).tobytes() for name, kind in COLUMNS.items()]
-    return gzip.compress(
-        b"".join([json.dumps(head).encode(), b"\n", names.tobytes(), *parts]), compresslevel=6, mtime=0
-    )
+    content = b"".join([json.dumps(head).encode(), b"\n", names.tobytes(), *parts])
+    return gzip.compress(content, compresslevel=6, mtime=0)
 
 
 def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndarray, dict[str, numpy.ndarray]]:
@@ -92,10 +91,10 @@ def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndar
     try:
         unpacker = zlib.decompressobj(31)  # its output has a limit, and that of `gzip.decompress` none
         head, _, body = unpacker.decompress(content, _MAX_HEAD_BYTES).partition(b"\n")
-        facts = json.loads(head)
-        if facts["format"] != FORMAT:
-            raise ValueError(f"format {facts['format']!r:.40}, expected {FORMAT!r}")
-        number, width = facts["images"], facts["width"]
+        metadata = json.loads(head)
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"format {metadata['format']!r:.40}, expected {FORMAT!r}")
+        number, width = metadata["images"], metadata["width"]
         if not (type(number) is type(width) is int and min(number, width) > 0):
             raise ValueError("its number of images is none")
         start, length = number * width, number * (width + _ROW_BYTES)
@@ -106,21 +105,19 @@ def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndar
         for name, kind in COLUMNS.items():
             columns[name] = numpy.frombuffer(body, kind, number, start)
             start += columns[name].nbytes
-        _check_places(facts["classes"], facts["shards"], columns)
+        _check_columns(metadata["classes"], metadata["shards"], columns)
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, zlib.error) as error:
         raise UserError(f"{where} is no index of this version ({error}); pack again: python -m scripts.pack") from error
-    return facts, names, columns
+    return metadata, names, columns
 
 
-def _check_places(classes: list[str], files: list[dict], columns: dict[str, numpy.ndarray]) -> None:
+def _check_columns(classes: list[str], files: list[dict], columns: dict[str, numpy.ndarray]) -> None:
     """Raise an error, such as ValueError, unless an index's classes and shards are some, and every image is of one."""
     texts, lengths = [*classes, *(each["sha256"] for each in files)], [each["bytes"] for each in files]
     if classes != sorted({*classes}) or {*map(type, texts)} != {str} or {*map(type, lengths)} != {int}:
         raise ValueError("its classes or shards are none")
-    if (
-        not all(re.fullmatch(r"[\w.-]+", each["file"]) for each in files)
-        or not 0 < min(lengths) <= sum(lengths) < 1 << 60
-    ):
+    has_names = all(re.fullmatch(r"[\w.-]+", each["file"]) for each in files)
+    if not has_names or not 0 < min(lengths) <= sum(lengths) < 1 << 60:
         raise ValueError("its shards have no names or sizes")
     labels, shards, offsets, sizes, _ = columns.values()
     is_known = min(map(numpy.min, columns.values())) >= 0 and labels.max() < len(classes) and shards.max() < len(files)
@@ -145,103 +142,97 @@ class HttpStore:
                 an index has, too many open files, or a server without ranged reads.
             _PassingError: it may succeed later.
         """
-        where = f"{self.url.geturl()}/{name}"
+        where, most = f"{self.url.geturl()}/{name}", size or _MAX_INDEX_BYTES
+        path = f"{urllib.parse.quote(self.url.path, safe='/%')}/{urllib.parse.quote(name)}"
         headers = {} if size is None else {"Range": f"bytes={start}-{start + size - 1}"}
         try:
-            path = f"{urllib.parse.quote(self.url.path, safe='/%')}/{urllib.parse.quote(name)}"
-            response = self._connect().getresponse_of(path, headers)
-            is_wanted = response.status == (200 if size is None else 206)
-            content = _read_body(response, where, size or _MAX_INDEX_BYTES) if is_wanted else b""
-            self._local.connection = self._local.connection if is_wanted else None
+            response = self._get(path, headers, partial(_Answer, where, most))
+            if response.status != (200 if size is None else 206):
+                self._local.pid = None  # what follows on this connection is the body of a refusal
+                raise _refused(where, response)
+            if (response.length or 0) > most:  # before memory is allocated for it
+                raise _too_long(where, most)
+            content = response.read()
         except ssl.SSLCertVerificationError as error:
             raise UserError(f"{where}: {error.verify_message}; SSL_CERT_FILE=FILE trusts those in it") from error
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
-            self._local.connection = None
+            self._local.pid = None
             raise explain_limit(error) or _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        if is_wanted and size is None:
+        if size is None:
             return content, len(content)
-        if is_wanted:
-            whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
-            return content, int(whole) if whole.isdecimal() and len(whole) < 20 else None
-        if response.status == 200:
-            raise UserError(
-                f"{where}: the server sends whole files where a range is asked for; use one that has ranges"
-            )
-        reason, place = f"{response.status} {response.reason}", response.getheader("Location", "").partition("?")[0]
-        reason += f" to {place}, which is not followed" if place else ""
-        raise _refusal(where, response.status, reason, response.getheader("Retry-After"))
+        whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
+        return content, int(whole) if whole.isdecimal() and len(whole) < 20 else None
 
-    def _connect(self) -> "_Connection":
-        known = getattr(self._local, "connection", None)
-        if known is None or known.pid != os.getpid():  # a forked process must not share its parent's
-            self._local.connection = known = _Connection(self.url)
-        return known
+    def _get(self, path: str, headers: dict[str, str], answer: Callable) -> http.client.HTTPResponse:
+        """Return the answer to a GET; a kept connection that the server has closed meanwhile is opened again."""
+        if getattr(self._local, "pid", None) != os.getpid():  # a forked process must not share its parent's
+            self._local.connection, self._local.pid = self._connect(), os.getpid()
+        connection = self._local.connection
+        connection.response_class = answer
+        is_kept = connection.sock is not None
+        try:
+            connection.request("GET", path, headers=headers)
+            return connection.getresponse()
+        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+            if not is_kept:
+                raise
+        connection.close()
+        return self._get(path, headers, answer)
 
-
-def _read_body(response: http.client.HTTPResponse, where: str, most: int) -> bytes:
-    """Return the body of an answer; OSError if it is too slow, HTTPException if truncated, UserError if too long."""
-    parts, num_bytes, begin = [], 0, time.monotonic()
-    while part := response.read1(1 << 20):
-        parts.append(part)
-        num_bytes += len(part)
-        if num_bytes > most:
-            raise UserError(f"{where}: the server sends more than {most:,} bytes; is it a pack of scripts.pack?")
-        if time.monotonic() > begin + _SILENCE_S + num_bytes / _SLOWEST:
-            raise TimeoutError(f"only {num_bytes:,} bytes came in {time.monotonic() - begin:.0f} s")
-    if response.length:
-        raise http.client.IncompleteRead(b"", response.length)
-    response.close()  # `read1` leaves it open, and the connection could not be used again
-    return b"".join(parts)
+    def _connect(self) -> http.client.HTTPConnection:
+        if self.url.scheme == "http":
+            return http.client.HTTPConnection(self.url.hostname, self.url.port, timeout=_SILENCE_S)
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(self.url.hostname, self.url.port, timeout=_SILENCE_S, context=context)
 
 
-class _TimelyReader(io.RawIOBase):
-    """Reads a socket's file until `end`, a time of the monotonic clock: its timeout is that of each read alone."""
+class _Answer(http.client.HTTPResponse):
+    """An answer that comes in time and has an end, however many bytes or answers come before its headers."""
 
-    def __init__(self, raw: io.RawIOBase) -> None:
-        self.raw, self.end = raw, time.monotonic() + _SILENCE_S
+    def __init__(self, where: str, most: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fp = io.BufferedReader(_BoundedReader(self.fp.detach(), where, most))
+
+
+def _too_long(where: str, most: int) -> UserError:
+    return UserError(f"{where}: the server sends more than {most:,} bytes; is it a pack of scripts.pack?")
+
+
+class _BoundedReader(io.RawIOBase):
+    """Reads an answer from a socket, whose own timeout is that of each read alone: not for ever, and not without end.
+
+    Raises:
+        TimeoutError: fewer than `_SLOWEST` bytes a second come.
+        UserError: more than `most` bytes come.
+    """
+
+    def __init__(self, raw: io.RawIOBase, where: str, most: int) -> None:
+        self.raw, self.where, self.most, self.num_bytes, self.begin_s = raw, where, most, 0, time.monotonic()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int | None:
-        if time.monotonic() > self.end:
-            raise TimeoutError(f"the headers of an answer did not come in {_SILENCE_S:g} s")
-        return self.raw.readinto(buffer)
+        elapsed_s = time.monotonic() - self.begin_s
+        if elapsed_s > _SILENCE_S + self.num_bytes / _SLOWEST:
+            raise TimeoutError(f"only {self.num_bytes:,} bytes came in {elapsed_s:.0f} s")
+        self.num_bytes += (count := self.raw.readinto(buffer) or 0)
+        if self.num_bytes > self.most + _MAX_HEAD_BYTES:
+            raise _too_long(self.where, self.most)
+        return count
 
     def close(self) -> None:
         self.raw.close()
         super().close()
 
 
-class _Response(http.client.HTTPResponse):
-    """An answer whose status and headers come in time, however many bytes or answers come before them."""
-
-    def begin(self) -> None:
-        self.fp = io.BufferedReader(reader := _TimelyReader(self.fp.detach()))
-        super().begin()
-        reader.end = math.inf  # `_read_body` has a bound of its own
-
-
-class _Connection:
-    """A kept connection to a server, which belongs to a process."""
-
-    def __init__(self, url: urllib.parse.SplitResult) -> None:
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        more = {"context": ssl.create_default_context()} if url.scheme == "https" else {}
-        self.pid, self.connection = os.getpid(), kind(url.hostname, url.port, timeout=_SILENCE_S, **more)
-        self.connection.response_class = _Response
-
-    def getresponse_of(self, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """Return the answer to a GET; a connection that the server has closed meanwhile is opened again."""
-        for is_kept in (self.connection.sock is not None, False):
-            try:
-                self.connection.request("GET", path, headers=headers)
-                return self.connection.getresponse()
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                self.connection.close()
-                if not is_kept:
-                    raise
-        raise AssertionError
+def _refused(where: str, response: http.client.HTTPResponse) -> Exception:
+    """Return the error of an answer without the wanted bytes."""
+    if response.status == 200:
+        return UserError(f"{where}: the server sends whole files instead of ranges; use one that has ranges")
+    target = response.getheader("Location", "").partition("?")[0]
+    reason = f"{response.status} {response.reason}" + (f" to {target}, which is not followed" if target else "")
+    return _refusal(where, response.status, reason, response.getheader("Retry-After"))
 
 
 def _refusal(where: str, status: int, reason: str, retry_after: str | None = None) -> Exception:
@@ -259,7 +250,7 @@ def _refusal(where: str, status: int, reason: str, retry_after: str | None = Non
 class ObjectStore:
     """Files below an address of S3, Google Cloud Storage or Azure, read by obstore, an optional package.
 
-    Credentials, endpoint and region are taken from the environment, as by the clouds' own tools. Clients have threads,
+    Credentials, endpoint and region come from the environment, as by the clouds' own tools. Clients have threads,
     which no fork survives, so each process makes its own when it first reads.
     """
 
@@ -312,9 +303,8 @@ class ObjectStore:
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             raise _refusal(where, 403, "not allowed") from error
         except errors.BaseError as error:
-            if missing := re.search(
-                "40[0134] [A-Z][A-Za-z ]+", str(error)
-            ):  # of lists, they have no classes of their own
+            # Errors of lists have no classes of their own.
+            if missing := re.search("40[0134] [A-Z][A-Za-z ]+", str(error)):
                 raise _refusal(where, int(missing[0][:3]), missing[0]) from error
             raise explain_limit(RuntimeError(error)) or _PassingError(str(error).splitlines()[0][:200]) from error
 
@@ -326,14 +316,13 @@ def open_store(url: str) -> HttpStore | ObjectStore:
         parts = urllib.parse.urlsplit(url)
         host, _ = (parts.hostname or "").encode("idna").decode(), parts.port
     except ValueError as error:
-        raise UserError(f"{shown}: it is no address" + f" ({error})" * (shown == url)) from error
+        reason = f" ({error})" if shown == url else ""
+        raise UserError(f"{shown}: it is no address{reason}") from error
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise UserError(
-            f"{parts.scheme}://{host}...: leave user, password and what follows a ? out; "
-            "credentials are taken from the environment"
-        )
+        remedy = "remove user, password and everything after ?; credentials come from the environment"
+        raise UserError(f"{parts.scheme}://{host}...: {remedy}")
     if not re.fullmatch(r"[^\0-\x20\x7f]+", host) or parts.scheme not in ("http", "https", "s3", "gs", "az"):
-        raise UserError(f"{shown}: expected https://, http://, s3://, gs:// or az://, a host, and the pack's place")
+        raise UserError(f"{shown}: expected https://, http://, s3://, gs:// or az://, a host, and a path")
     return (HttpStore if parts.scheme.startswith("http") else ObjectStore)(url.rstrip("/"))
 
 
@@ -374,28 +363,31 @@ def in_child(work: Callable[[], bytes]) -> bytes:
     if ObjectStore.client_pid == os.getpid():
         return work()
     reader, writer = os.pipe()
-    child = os.fork()
+    child = os.fork()  # not multiprocessing's, which would close standard input, and wait for a thread that reads it
     if not child:
         try:
             signals.end_with_parent(signal.SIGKILL)
-            os.close(reader)
             with open(writer, "wb") as file:
-                try:
-                    file.write(b"+" + work())
-                except _PassingError as error:
-                    file.write(f"~{error}".encode())
-                except BaseException as error:
-                    file.write(f"-{error}".encode())
+                pickle.dump(_result_of(work), file)
         finally:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as file:
-        content = file.read()
+        try:
+            result = pickle.load(file)
+        except (EOFError, pickle.UnpicklingError):
+            result = _PassingError("the process that read it ended")
     os.waitpid(child, 0)
-    if content[:1] == b"+":
-        return content[1:]
-    text = content[1:].decode(errors="replace") or "the process that read it ended"
-    raise (UserError if content[:1] == b"-" else _PassingError)(text)
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _result_of(work: Callable[[], bytes]) -> bytes | BaseException:
+    try:
+        return work()
+    except BaseException as error:
+        return error
 
 
 class Cache:
@@ -471,9 +463,9 @@ class Cache:
     def missing(self) -> Iterator[int]:
         """Yield the images that are to be kept and are not there."""
         for begin in range(0, self.num_kept, 1 << 16):
-            there = os.pread(self._there, min(self.num_kept - begin, 1 << 16), begin)
-            yield from (begin + place for place in range(min(self.num_kept - begin, 1 << 16))
-                        if there[place : place + 1] != b"\1")  # fmt: skip
+            num_looked_at = min(self.num_kept - begin, 1 << 16)
+            flags = os.pread(self._there, num_looked_at, begin).ljust(num_looked_at, b"\0")
+            yield from (begin + number for number, flag in enumerate(flags) if flag != 1)
 
 
 class RemotePack(ArraySource):
@@ -502,26 +494,23 @@ class RemotePack(ArraySource):
         for attempt in (1, 2):  # once more where the network spoilt it
             try:
                 content = with_patience(partial(read_whole, self.store, index_name(split)), where, timeout_s)
-                self.facts, self.names, self.columns = decode_index(content, where)
+                self.pack, self.names, self.columns = decode_index(content, where)
                 break
             except ImageError as error:
                 raise UserError(str(error)) from error
             except UserError:
                 if attempt == 2:
                     raise
-        self.classes, self.labels, self.files = self.facts["classes"], self.columns["labels"], self.facts["shards"]
-        self.pack = self.facts
+        self.classes, self.labels, self.files = self.pack["classes"], self.columns["labels"], self.pack["shards"]
         lengths = [0, *(each["bytes"] for each in self.files)]
         begins = numpy.cumsum(lengths, dtype=numpy.int64)[self.columns["shards"]]
-        home = (
-            Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "touchstone"
-        )
-        folder = home / f"{digest([content])}-{split}"
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "touchstone"
+        folder = Path(cache or home) / f"{digest([content])}-{split}"
         self.cache = Cache(folder, begins + self.columns["offsets"], self.columns["sizes"], cache_gib)
         self._pid, self._work, self._coming = None, SimpleQueue(), {}
 
     def path(self, number: int) -> str:
-        """Return the words for an image in messages."""
+        """Return the name of an image in messages."""
         return f"{self.name(number)} in {self.url}/{self.files[self.columns['shards'][number]]['file']}"
 
     def size(self, number: int) -> int:
@@ -529,7 +518,7 @@ class RemotePack(ArraySource):
         return int(self.columns["sizes"][number])
 
     def identity(self) -> dict[str, str | None]:
-        """Return the facts of the local pack, and this address."""
+        """Return the identity of the local pack, with this address."""
         sizes = digest([self.columns["sizes"].astype(numpy.int64).tobytes()])
         checksums = digest(["".join(each["sha256"] for each in self.files).encode()])
         return {**super().identity(), "path": self.url, "sizes": sizes, "checksums": checksums}
@@ -563,9 +552,7 @@ class RemotePack(ArraySource):
             images = [content[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)]
             if list(map(zlib.crc32, images)) == self.columns["crcs"][number : last + 1].tolist():
                 return images
-        raise ImageError(
-            f"{where}, bytes {start} to {end}: their CRC-32 is not that of the index; upload the pack again"
-        )
+        raise ImageError(f"{where}, bytes {start} to {end}: not the CRC-32 of the index; upload the pack again")
 
     def expect(self, numbers: Iterable[int]) -> None:
         """Begin to fetch, many at a time, what the cache lacks of the images that are read next."""

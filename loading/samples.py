@@ -1,4 +1,4 @@
-"""Images in tars with a label beside each, KEY.jpg with KEY.cls or KEY.json: the form of WebDataset."""
+"""Images in tars each with a label, KEY.jpg with KEY.cls or KEY.json: the form of WebDataset."""
 
 import json
 import os
@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from errors import UserError, one_line
-from loading.index import ImageIndex, Scan
+from loading.index import ImageIndex, Location, Scan
 from loading.lists import as_label, check_class, number_labels
 from loading.source import IMG_EXTENSIONS
 
-# Endings of labels; of two beside an image the first counts.
+# Endings of labels; of two for one image the first counts.
 LABELS = (".cls", ".json")
 
 _MAX_LABEL_BYTES = 1 << 20
 
-_Member = tuple[str, tuple[int, int, int]]  # its name, and its place as of `ImageIndex`
+_Member = tuple[str, Location]  # its name and location
 
 
 class Samples:
@@ -24,8 +24,8 @@ class Samples:
 
     Attributes:
         images: the label and the image of each key.
-        unlabelled: words for the first image without a label: none has one in a tar of class folders.
-        unread: words for the first .json in a folder that holds no label.
+        unlabelled: names the first image without a label: none has one in a tar of class folders.
+        unread: names the first .json in a folder that holds no label.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class Samples:
         self._images: list[_Member] = []
         self._labels: dict[str, dict[str, list[_Member]]] = defaultdict(lambda: defaultdict(list))
 
-    def add(self, path: str, place: tuple[int, int, int]) -> None:
+    def add(self, path: str, location: Location) -> None:
         """Add a member of the tar that is read, if it is an image or a label, by its path below the split's folder."""
         stem, ending = os.path.splitext(path)
         if ending.lower() in LABELS:
-            self._labels[stem][ending.lower()].append((path, place))
+            self._labels[stem][ending.lower()].append((path, location))
         elif path.lower().endswith(IMG_EXTENSIONS):
-            self._images.append((path, place))
+            self._images.append((path, location))
 
     def read_labels(self, path: Path, file: BinaryIO) -> None:
         """Read the labels of a tar whose members were added; UserError for one that does not belong to one image."""
@@ -77,10 +77,10 @@ class Samples:
         if self.unlabelled:
             raise UserError(f"{self.unlabelled} without a label; every image needs a .cls or .json with its key")
         labels, images = zip(*self.images.values(), strict=True)
-        words = [f"{paths[place[0]]}, {name!r}" for name, place in images]
+        origins = [f"{paths[location[0]]}, {name!r}" for name, location in images]
         if in_folders := [key for key in self.images if "/" in key]:
-            print(one_line(f"{source.where}: labels beside images such as {in_folders[0]} are read, not their folders"))
-        classes, numbers = number_labels(source, scan, labels, words)
+            print(one_line(f"{source.where}: labels such as that of {in_folders[0]} are the classes, not the folders"))
+        classes, numbers = number_labels(source, scan, labels, origins)
         members = zip(numbers, images, strict=True)
         scan.add_sorted((label, *os.path.split(f"{classes[label]}/{name}"), at) for label, (name, at) in members)
         return classes

@@ -34,7 +34,7 @@ class Source(ABC):
         form: the format's name in checkpoints and messages.
         layout: the files that the format needs in the data path, for a message to a user who has none.
         classes: names of the classes, in the order of the labels.
-        pack: of a pack of `scripts.pack`, facts of its manifest or index, not checked: `px`, their short side.
+        pack: of a pack of `scripts.pack`, the metadata of its manifest or index, not checked: `px`, their short side.
         label_sets: (sets, classes) bool for images of several labels, whose `label` is then a row; else None.
     """
 
@@ -83,7 +83,7 @@ class Source(ABC):
         return len(self.read(number))
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of an image's file. The caller tries again after a failure of the system (`with_retries`).
+        """Return the bytes of an image's file. The caller tries again after a failure of the system (`files.retry`).
 
         Raises:
             BadImageError: the bytes can be no image.
@@ -96,7 +96,7 @@ class Source(ABC):
             return file.read()
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Hear which images are read next; what a network delays may be fetched ahead."""
+        """Prefetch hint: the numbers of the images that will be read next."""
         return
 
     def fingerprint(self) -> str:
@@ -105,9 +105,9 @@ class Source(ABC):
         return digest(chain(lines, [] if self.label_sets is None else [self.label_sets.tobytes()]))
 
     def identity(self) -> dict[str, str | None]:
-        """Return facts that tell a split from another with the same names, without a look at each file.
+        """Return what tells a split from another with the same names, without a look at each file.
 
-        They are its format and path, hashes of the images' sizes, its files' times and their checksums, and the sizes
+        It is its format and path, hashes of the images' sizes, its files' times and their checksums, and the sizes
         of at most 64 images, which can be compared across formats; or None.
         """
         path = os.path.abspath(self.root)
@@ -145,7 +145,7 @@ class Subset(Source):
         return self.whole.read(int(self.numbers[number]))
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Let the whole source know."""
+        """Pass the hint on to the whole source."""
         self.whole.expect(self.numbers[list(numbers)].tolist())
 
     def fingerprint(self) -> str:
@@ -176,7 +176,7 @@ def count_classes(source: Source) -> numpy.ndarray:
 def minival_numbers(source: Source, fraction: float) -> list[int]:
     """Return the images of a training set that `--minival` holds out, in order.
 
-    Of each class they are the images whose names, class/file, have the smallest SHA-256 hashes: the given fraction of
+    Of each class they are the images whose names, class/file, have the smallest SHA-256 hashes: that fraction of
     the class, rounded (halves up), but at least one, and none of a class of one image. So they depend on names and
     fraction alone, and a smaller fraction, above 0, holds out some of the same images. Images of several labels count
     as one class.

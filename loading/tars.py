@@ -12,12 +12,12 @@ from typing import BinaryIO
 
 from errors import ImageError, UserError, one_line
 from files import open_to_read, read_at
-from loading.index import CLASSES, REMOVE_FROM_TAR, ImageIndex, Scan, check_hidden
+from loading.index import CLASSES, REMOVE_FROM_TAR, ImageIndex, Location, Scan, check_hidden
 from loading.progress import Progress
 from loading.samples import LABELS, Samples
 from loading.source import IMG_EXTENSIONS, Source, check_num_bytes, digest, encoded, list_folder
 
-# The manifest that scripts/pack.py writes beside its shards, and the values by which it is recognised.
+# The manifest that scripts/pack.py writes next to its shards, and the values by which it is recognised.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
 
 # More than the manifest of any pack has: some hundred bytes for each shard, and for each image that was left out.
@@ -41,34 +41,34 @@ class TarIndex(ImageIndex):
 
     @classmethod
     def find(cls, root: Path) -> list[Source]:
-        """Return the tars in the split's folder, then shards beside it, then one tar beside it."""
-        within, beside = _tars_in(root), _tars_in(root.parent)
+        """Return the tars in the split's folder, then shards next to it, then one tar next to it."""
+        within, around = _tars_in(root), _tars_in(root.parent)
         official = f"ILSVRC2012_img_{root.name}.tar"
         found = []
         if within:
             is_whole = len(within) in map(len, _shards(root.name, within)) or [tar.name for tar in within] == [official]
             found.append(cls(root, within, "tars" if is_whole else "class tars"))
-        sets = _shards(root.name, beside)
-        sets += [[tar] for name in (f"{root.name}.tar", official) for tar in beside if tar.name == name]
+        sets = _shards(root.name, around)
+        sets += [[tar] for name in (f"{root.name}.tar", official) for tar in around if tar.name == name]
         return found + [cls(root, tars) for tars in sets]
 
     def path(self, number: int) -> str:
-        """Return the words for an image in messages."""
-        return f"{self.name(number)} in {self.files[self.arrays['places'][number, 0]]}"
+        """Return the name of an image in messages."""
+        return f"{self.name(number)} in {self.files[self.arrays['locations'][number, 0]]}"
 
     def size(self, number: int) -> int:
         """Return the bytes of an image's file."""
-        return int(self.arrays["places"][number, 2])
+        return int(self.arrays["locations"][number, 2])
 
     def identity(self) -> dict[str, str | None]:
         """Add hashes of the images' sizes and, for a pack, of the shards' checksums."""
         listed = "".join(_checksums(self.root.name, self.files[0].parent).values())
-        sizes = digest([self.arrays["places"][:, 2].tobytes()])
+        sizes = digest([self.arrays["locations"][:, 2].tobytes()])
         return {**super().identity(), "sizes": sizes, "checksums": digest([listed.encode()]) if listed else None}
 
     def read(self, number: int) -> bytes:
         """Return the bytes of an image's file; raises as `Source.read`."""
-        tar_number, offset, size = self.arrays["places"][number].tolist()
+        tar_number, offset, size = self.arrays["locations"][number].tolist()
         mtime_ns, _, tar_size = self.arrays["states"][tar_number].tolist()
         check_num_bytes(size)
         tar = _open_tar(str(self.files[tar_number]), mtime_ns, tar_size)
@@ -101,7 +101,7 @@ class TarIndex(ImageIndex):
                 ignored = f"{len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored"
                 print(one_line(f"{path}: {ignored}"))
             if self.form == "class tars" and reader.samples.images:
-                raise UserError(f"{path} holds labels beside images; call such tars {self.root.name}-000000.tar etc.")
+                raise UserError(f"{path} holds images with labels; call such tars {self.root.name}-000000.tar etc.")
         if reader.samples.images:
             return reader.samples.add_to(scan, self, self.files)
         if unread := reader.samples.unread:
@@ -112,9 +112,9 @@ class TarIndex(ImageIndex):
         self.check_classes(classes, len(found.get("", ())))
         labels = {name: label for label, name in enumerate(classes)}
         for name, folder in ordered:
-            places = found[folder]
-            names = sorted(places)
-            scan.add(folder, labels[name], names, [places[each] for each in names])
+            locations = found[folder]
+            names = sorted(locations)
+            scan.add(folder, labels[name], names, [locations[each] for each in names])
         return classes
 
 
@@ -143,10 +143,8 @@ def _shards(name: str, tars: list[Path]) -> list[list[Path]]:
     checksums = _checksums(name, tars[0].parent) if name in sets else {}
     missing = [file for file in checksums if file not in {shard.name for shard in sets[name]}]
     if missing:
-        raise UserError(
-            f"{tars[0].with_name(missing[0])} is missing: {len(missing)} of the {len(checksums)} shards that "
-            f"{PACK_MANIFEST} lists are not there; --data-path needs every shard of a set"
-        )
+        lacking = f"{len(missing)} of the {len(checksums)} shards in {PACK_MANIFEST} are not there"
+        raise UserError(f"{tars[0].with_name(missing[0])} is missing: {lacking}; --data-path needs every shard")
     return list(sets.values())
 
 
@@ -184,10 +182,8 @@ def _checksums(name: str, folder: Path) -> dict[str, str]:
     except (KeyError, TypeError):
         return {}
     if state != "complete":
-        raise UserError(
-            f"{folder} is a pack that is still being written, or was interrupted; run its scripts.pack command again, "
-            "which resumes where it stopped"
-        )
+        remedy = "run its scripts.pack command again, which resumes where it stopped"
+        raise UserError(f"{folder} is a pack that is still being written, or was interrupted; {remedy}")
     return checksums
 
 
@@ -202,7 +198,7 @@ def _open_tar(path: str, mtime_ns: int, size: int) -> BinaryIO:
 
 # The images that a scan finds in each folder: the tar, offset and size of each by its name. Of images with one name the
 # last counts, as when a tar is extracted.
-_Found = dict[str, dict[str, tuple[int, int, int]]]
+_Found = dict[str, dict[str, Location]]
 
 
 def tar_members(
@@ -212,15 +208,15 @@ def tar_members(
 
     UserError if it is truncated, damaged or no tar, or a name in it points outside its folder.
     """
-    place = start
+    position = start
     file.seek(start)
     try:
         archive = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
         while (member := archive.next()) is not None:
             # A negative size would lead back to an earlier member, in an endless loop.
-            if member.size < 0 or member.offset < place or member.offset_data + member.size > end:
+            if member.size < 0 or member.offset < position or member.offset_data + member.size > end:
                 raise tarfile.ReadError(f"member {member.name!r} is not whole")
-            place = member.offset_data
+            position = member.offset_data
             archive.members.clear()  # the archive would keep a million of them
             if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):
                 raise UserError(f"{path} holds {member.name!r}, which points outside the folder; such a tar is refused")
@@ -233,10 +229,9 @@ def tar_members(
         raise
     except Exception as error:  # tarfile raises a dozen kinds for a damaged header
         reason = str(error) or type(error).__name__
-        raise UserError(
-            f"{path} is truncated, damaged, or no {kind} ({reason}, near byte {place}); unpack it if it is compressed "
-            "(gzip -dc FILE > TAR), else download it again"
-        ) from error
+        remedy = "unpack it if it is compressed (gzip -dc FILE > TAR), else download it again"
+        found = f"is truncated, damaged, or no {kind} ({reason}, near byte {position})"
+        raise UserError(f"{path} {found}; {remedy}") from error
 
 
 class _TarReader:
@@ -252,7 +247,7 @@ class _TarReader:
         self.samples = Samples()
 
     def begin(self, path: Path, file: BinaryIO, number: int) -> None:
-        """Read this tar from now on; `number` is its place among the tars."""
+        """Read this tar from now on, which has this number among the tars."""
         check_hidden(str(path.parent), [encoded(path.name)])
         self.path, self.file, self.number = path, file, number
         self.num_read, self.ignored = 0, []
@@ -274,34 +269,32 @@ class _TarReader:
                 check_hidden(str(self.path), [encoded(member.name)], REMOVE_FROM_TAR)
                 yield "/".join(folders), name, member
             else:
-                raise UserError(
-                    f"{self.path} holds {member.name!r} as a link, a device or a sparse file, which is not read; "
-                    "recreate the tar with --dereference --hard-dereference"
-                )
+                found = f"holds {member.name!r} as a link, a device or a sparse file"
+                raise UserError(f"{self.path} {found}; recreate the tar with --dereference --hard-dereference")
 
     def scan(self, end: int) -> None:
-        """Find a tar's images, the labels beside them, and the images of the class tars in it."""
+        """Find a tar's images, their labels, and the images of the class tars in it."""
         for folder, name, member in self._entries(0, end):
             if name.lower().endswith(".tar"):
                 if folder in ("", self.split_name):
                     self.scan_class(name[: -len(".tar")], member.offset_data, member.offset_data + member.size)
                 continue
-            place = (self.number, member.offset_data, member.size)
-            self.samples.add(f"{folder}/{name}".lstrip("/").removeprefix(f"{self.split_name}/"), place)
+            location = (self.number, member.offset_data, member.size)
+            self.samples.add(f"{folder}/{name}".lstrip("/").removeprefix(f"{self.split_name}/"), location)
             images = self.plain.setdefault(folder, {})
             if name.lower().endswith(IMG_EXTENSIONS):
-                images[name] = place
+                images[name] = location
 
     def scan_class(self, class_name: str, start: int, end: int) -> None:
         """Find the images of a tar of one class, which begins at `start` of the file."""
         self.by_class.setdefault(class_name, {})
         for folder, name, member in self._entries(start, end):
-            place = (self.number, member.offset_data, member.size)
+            location = (self.number, member.offset_data, member.size)
             inner = f"{folder}/".removeprefix(f"{self.split_name}/{class_name}/").removeprefix(f"{class_name}/")
             within = f"{class_name}/{inner}".rstrip("/")
-            self.samples.add(f"{within}/{name}", place)
+            self.samples.add(f"{within}/{name}", location)
             if name.lower().endswith(IMG_EXTENSIONS):
-                self.by_class.setdefault(within, {})[name] = place
+                self.by_class.setdefault(within, {})[name] = location
 
     def folders(self) -> _Found:
         """Return the images of all folders, which begin with the class; those of none have the folder ""."""

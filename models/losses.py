@@ -1,6 +1,7 @@
 """Losses: by name, weighted by class, of auxiliary classifiers, and of the user's own."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from loading.lists import read_table
 from loading.source import count_classes
 from metrics import example_targets
 from models.build import AUXILIARY_WEIGHTS
+from settings.choices import LOSSES
 from settings.custom_code import load_function
+from settings.options import split_custom
 from transforms import one_hot
 
 
@@ -23,15 +26,15 @@ class BinaryCrossEntropy(nn.Module):
 
     Args:
         label_smoothing: the share of the target that is spread over all classes.
-        target_threshold: targets above it become 1, others 0; None leaves targets as they are.
+        bce_target_thresh: targets above it become 1, others 0; None leaves targets as they are.
         weight: (num_classes,) factors of the terms of positive targets in training, torch's `pos_weight`, or None.
     """
 
     def __init__(
-        self, label_smoothing: float = 0.0, target_threshold: float | None = None, weight: Tensor | None = None
+        self, label_smoothing: float = 0.0, bce_target_thresh: float | None = None, weight: Tensor | None = None
     ) -> None:
         super().__init__()
-        self.label_smoothing, self.target_threshold, self.weight = label_smoothing, target_threshold, weight
+        self.label_smoothing, self.target_threshold, self.weight = label_smoothing, bce_target_thresh, weight
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean over images and classes of (B, num_classes) logits, for (B,) classes or soft targets."""
@@ -47,14 +50,14 @@ class BinaryCrossEntropy(nn.Module):
         return F.binary_cross_entropy_with_logits(output, target, pos_weight=weight)
 
 
-class WeightedCrossEntropy(nn.Module):
-    """Cross-entropy whose terms are weighted by their classes, in training; a plain one in evaluation.
+class CrossEntropy(nn.Module):
+    """Cross-entropy, whose terms may be weighted by their classes in training.
 
-    It is the mean over images, as torch's for targets that are probabilities, whose sum over a set does not depend on
-    how the set is cut into batches; torch's for class indices divides by the sum of a batch's weights.
+    A weighted one is the mean over images, as torch's for targets that are probabilities, whose sum over a set does not
+    depend on how the set is cut into batches; torch's for class indices divides by the sum of a batch's weights.
     """
 
-    def __init__(self, label_smoothing: float, weight: Tensor) -> None:
+    def __init__(self, label_smoothing: float = 0.0, weight: Tensor | None = None) -> None:
         super().__init__()
         self.label_smoothing, self.weight = label_smoothing, weight
 
@@ -65,6 +68,31 @@ class WeightedCrossEntropy(nn.Module):
             output = output.to(torch.promote_types(output.dtype, torch.float32))
             target = one_hot(target, output.size(1)).to(output.dtype)
         return F.cross_entropy(output, target, weight, label_smoothing=self.label_smoothing)
+
+
+class FocalLoss(nn.Module):
+    """The focal loss of the softmax (Lin et al., arXiv 1708.02002): each term of the cross-entropy times (1 - p)^gamma.
+
+    p is the probability of the term's class, so that images which are classified well count less. Targets may be soft,
+    and are smoothed first. Terms may be weighted by their classes in training. The result is the mean over images.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0, focal_gamma: float = 2.0, weight: Tensor | None = None) -> None:
+        super().__init__()
+        self.label_smoothing, self.focal_gamma, self.weight = label_smoothing, focal_gamma, weight
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over images of (B, num_classes) scores and (B,) classes or (B, num_classes) soft targets."""
+        num_classes = output.size(1)
+        target = one_hot(target, num_classes) if target.ndim == 1 else target
+        log_probability = output.to(torch.promote_types(output.dtype, torch.float32)).log_softmax(dim=1)
+        target = target.to(log_probability.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
+        # A power below 1 has no slope at zero, where an image is certain.
+        doubt = torch.expm1(log_probability).neg().clamp(min=torch.finfo(log_probability.dtype).tiny)
+        terms = -target * doubt.pow(self.focal_gamma) * log_probability
+        if self.weight is not None and torch.is_grad_enabled():  # losses of evaluations are comparable
+            terms = terms * self.weight
+        return terms.sum(dim=1).mean()
 
 
 def class_weights(args: Any, dataset: Dataset) -> Tensor:
@@ -116,25 +144,27 @@ class AuxiliaryLoss(nn.Module):
 
 def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
     """Return the loss of the options; `--class-weights` weighs the classes of `train`. UserError if it is none."""
-    weight = class_weights(args, train) if args.class_weights and train is not None else None
-    if args.criterion is not None:
-        with in_one_line(f"--criterion {args.criterion}"):
-            torch.manual_seed(args.seed)  # in a resumed run too
-            criterion = load_function("criterion", args)()
-            if not callable(criterion):
-                raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
-            num = 0 if train is None else len(train.classes)
-            for target in example_targets(args, num) if num else []:
-                _check_loss(criterion, torch.arange(target.shape[0] * num).view(-1, num).cos(), target)
-        criterion = criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
-    elif args.bce_loss:
-        criterion = BinaryCrossEntropy(args.label_smoothing, args.bce_target_thresh, weight)
-    elif weight is not None:
-        criterion = WeightedCrossEntropy(args.label_smoothing, weight)
+    name = args.criterion or ("bce" if args.bce_loss else "cross_entropy")
+    build = load_function("criterion", args, name)
+    if split_custom(name):
+        criterion = _build_own(args, build, 0 if train is None else len(train.classes))
     else:
-        criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+        weight = class_weights(args, train) if args.class_weights and train is not None else None
+        criterion = build(**{option: getattr(args, option) for option in LOSSES[name].options}, weight=weight)
     weight = AUXILIARY_WEIGHTS.get(args.model)
     return criterion if weight is None else AuxiliaryLoss(criterion, weight)
+
+
+def _build_own(args: Any, build: Callable[[], Any], num_classes: int) -> Any:
+    """Return a loss of the user's own, tried on some scores of that many classes; UserError if it is none."""
+    with in_one_line(f"--criterion {args.criterion}"):
+        torch.manual_seed(args.seed)  # in a resumed run too
+        criterion = build()
+        if not callable(criterion):
+            raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
+        for target in example_targets(args, num_classes) if num_classes else []:
+            _check_loss(criterion, torch.arange(target.shape[0] * num_classes).view(-1, num_classes).cos(), target)
+    return criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
 
 
 def _check_loss(criterion: Any, output: Tensor, target: Tensor) -> None:

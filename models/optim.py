@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from errors import UserError, did_you_mean, in_one_line, require_timm
+from settings import choices
+from settings.choices import OPTIMIZERS, SCHEDULES
 from settings.custom_code import load_function
 from settings.options import BY_NAME, split_custom
 
@@ -164,28 +166,8 @@ class OptimizerEntry(NamedTuple):
 
     kind: Callable[..., torch.optim.Optimizer]
     options: tuple[str, ...] = ()  # those that it takes of momentum, opt_betas and opt_eps
-    # State of each parameter: step is a number, others have the parameter's shape, momentum_buffer is there with
-    # --momentum. Empty if it is not checked, as timm's, which may be means of a matrix's rows.
-    moments: tuple[str, ...] = ()
+    moments: tuple[str, ...] = ()  # as of `choices.Optimizer`
     constants: Mapping[str, Any] = MappingProxyType({})
-
-
-# One entry adds an optimizer. options.py reads the names and options from this source text, so they are literals.
-OPTIMIZERS: dict[str, OptimizerEntry] = {
-    "adamw": OptimizerEntry(
-        torch.optim.AdamW, options=("opt_betas", "opt_eps"), moments=("step", "exp_avg", "exp_avg_sq")
-    ),
-    "rmsprop": OptimizerEntry(
-        torch.optim.RMSprop,
-        options=("momentum", "opt_eps"),
-        moments=("step", "square_avg", "momentum_buffer"),
-        constants={"eps": 0.0316, "alpha": 0.9},  # of the MobileNetV3 recipe
-    ),
-    "sgd": OptimizerEntry(torch.optim.SGD, options=("momentum",), moments=("momentum_buffer",)),
-    "sgd_nesterov": OptimizerEntry(
-        torch.optim.SGD, options=("momentum",), moments=("momentum_buffer",), constants={"nesterov": True}
-    ),
-}
 
 
 def find_optimizer(args: Any) -> OptimizerEntry:
@@ -196,7 +178,8 @@ def find_optimizer(args: Any) -> OptimizerEntry:
         options = [name for name in ("momentum", "opt_betas", "opt_eps") if name.removeprefix("opt_") in parameters]
         return OptimizerEntry(function, tuple(options))
     if not args.opt.startswith("timm/"):
-        return OPTIMIZERS[args.opt]
+        choice = OPTIMIZERS[args.opt]
+        return OptimizerEntry(choice.load(), choice.options, choice.moments, choice.constants)
     optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
     name = args.opt.removeprefix("timm/")
     if name.endswith("muon"):
@@ -260,7 +243,7 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
 
 def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Check a state dict of one of `OPTIMIZERS`; UserError for one that would fail only in the middle of a step."""
-    expected = next((entry.moments for entry in OPTIMIZERS.values() if entry.kind is type(optimizer)), ())
+    expected = next((choice.moments for choice in OPTIMIZERS.values() if choice.load() is type(optimizer)), ())
     if not optimizer.defaults.get("momentum"):
         expected = tuple(name for name in expected if name != "momentum_buffer")
     if not expected:
@@ -363,62 +346,55 @@ def _as_saved(loaded: Any, saved: Any, parameter: Tensor) -> Any:
     return loaded
 
 
-class Schedule(NamedTuple):
-    """A schedule of `--lr-scheduler`, as a closed form: nothing of it is saved or restored."""
-
-    # From the peak rate, the position, and where the schedule begins and ends, in epochs, and its options: to the rate.
-    rate: Callable[..., float]
-    options: tuple[str, ...] = ()  # passed to `rate` by their names
-    uses_epochs: bool = False  # the rates depend on --epochs, so a resumed run must have as many
+# Schedules in closed form, of which nothing is saved or restored. Each returns the rate from the peak, the position,
+# where the schedule begins and ends, in epochs, and its options; `settings.choices` names them.
 
 
-def _drop(peak: float, epoch: float, begin: int, end: int, *, lr_step_size: int, lr_gamma: float) -> float:
+def drop(peak: float, epoch: float, begin: int, end: int, *, lr_step_size: int, lr_gamma: float) -> float:
+    """Fall by a factor every lr_step_size epochs."""
     return peak * lr_gamma ** ((epoch - begin) // lr_step_size)
 
 
-def _drop_at(peak: float, epoch: float, begin: int, end: int, *, lr_milestones: list[int], lr_gamma: float) -> float:
+def drop_at(peak: float, epoch: float, begin: int, end: int, *, lr_milestones: list[int], lr_gamma: float) -> float:
+    """Fall by a factor at each milestone."""
     return peak * lr_gamma ** sum(milestone <= epoch - begin for milestone in lr_milestones)
 
 
-def _decay(peak: float, epoch: float, begin: int, end: int, *, lr_gamma: float) -> float:
+def decay(peak: float, epoch: float, begin: int, end: int, *, lr_gamma: float) -> float:
+    """Fall by a factor an epoch, smoothly."""
     return peak * lr_gamma ** (epoch - begin)
 
 
-def _cosine(peak: float, epoch: float, begin: int, end: int, *, lr_min: float) -> float:
+def cosine(peak: float, epoch: float, begin: int, end: int, *, lr_min: float) -> float:
+    """Fall to lr_min along half a cosine."""
     return lr_min + (peak - lr_min) * (1.0 + math.cos(math.pi * (epoch - begin) / (end - begin))) / 2.0
 
 
-def _line(peak: float, epoch: float, begin: int, end: int, *, lr_min: float) -> float:
+def line(peak: float, epoch: float, begin: int, end: int, *, lr_min: float) -> float:
+    """Fall to lr_min in a line."""
     return peak + (lr_min - peak) * (epoch - begin) / (end - begin)
 
 
-def _power(peak: float, epoch: float, begin: int, end: int, *, lr_power: float, lr_min: float) -> float:
+def power(peak: float, epoch: float, begin: int, end: int, *, lr_power: float, lr_min: float) -> float:
+    """Fall to lr_min along a power of what is left."""
     return lr_min + (peak - lr_min) * (1.0 - (epoch - begin) / (end - begin)) ** lr_power
 
 
-def _cool_down(peak: float, epoch: float, begin: int, end: int, *, lr_cooldown_epochs: int, lr_min: float) -> float:
+def cool_down(peak: float, epoch: float, begin: int, end: int, *, lr_cooldown_epochs: int, lr_min: float) -> float:
+    """Stay, and fall to lr_min in a line in the last epochs."""
     return peak + (lr_min - peak) * max(0.0, epoch - (end - lr_cooldown_epochs)) / lr_cooldown_epochs
 
 
-# One entry adds a schedule. options.py reads names, `options` and `uses_epochs` from this source text, so they are
-# literals.
-SCHEDULES: dict[str, Schedule] = {
-    "cosineannealinglr": Schedule(_cosine, options=("lr_min",), uses_epochs=True),
-    "exponentiallr": Schedule(_decay, options=("lr_gamma",)),
-    "linearlr": Schedule(_line, options=("lr_min",), uses_epochs=True),
-    "multisteplr": Schedule(_drop_at, options=("lr_milestones", "lr_gamma")),
-    "polylr": Schedule(_power, options=("lr_power", "lr_min"), uses_epochs=True),
-    "steplr": Schedule(_drop, options=("lr_step_size", "lr_gamma")),
-    "wsd": Schedule(_cool_down, options=("lr_cooldown_epochs", "lr_min"), uses_epochs=True),
-}
-
-
-def find_schedule(args: Any) -> Schedule:
-    """Return the schedule of `--lr-scheduler`, which may be the user's own: a factor of the peak rate."""
+def find_schedule(args: Any) -> tuple[Callable[..., float], choices.Schedule]:
+    """Return the function of `--lr-scheduler` and its row. The user's own returns a factor of the peak rate."""
+    function = load_function("lr_scheduler", args)
     if not split_custom(args.lr_scheduler):
-        return SCHEDULES[args.lr_scheduler]
-    factor = load_function("lr_scheduler", args)
-    return Schedule(lambda peak, epoch, begin, end: float(peak * factor(epoch - begin, end - begin)), uses_epochs=True)
+        return function, SCHEDULES[args.lr_scheduler]
+
+    def rate(peak: float, epoch: float, begin: int, end: int) -> float:
+        return float(peak * function(epoch - begin, end - begin))
+
+    return rate, choices.Schedule(args.lr_scheduler, uses_epochs=True)
 
 
 def lr_at(args: Any, epoch: float, peak: float) -> float:
@@ -427,9 +403,9 @@ def lr_at(args: Any, epoch: float, peak: float) -> float:
         progress = epoch / args.lr_warmup_epochs if args.lr_warmup_method == "linear" else 0.0
         return peak * (args.lr_warmup_decay + (1.0 - args.lr_warmup_decay) * progress)
     begin = args.lr_warmup_epochs if args.lr_warmup_prefix else 0
-    schedule = find_schedule(args)
+    rate, schedule = find_schedule(args)
     options = {name: getattr(args, name) for name in schedule.options}
-    return schedule.rate(peak, epoch, begin, args.epochs, **options)
+    return rate(peak, epoch, begin, args.epochs, **options)
 
 
 class LRScheduler:
@@ -450,7 +426,7 @@ class LRScheduler:
 
 def check_schedule(args: Any) -> None:
     """Raise UserError if the schedule lacks an option or epochs, or leaves the bounds of `--lr`."""
-    name, schedule = f"--lr-scheduler {args.lr_scheduler}", find_schedule(args)
+    name, (_, schedule) = f"--lr-scheduler {args.lr_scheduler}", find_schedule(args)
     for option in schedule.options:
         if getattr(args, option) is None:
             raise UserError(f"{name} needs {BY_NAME[option].flag}: {BY_NAME[option].help}")

@@ -69,7 +69,7 @@ class Distillation(nn.Module):
         return (1 - self.alpha) * self.criterion(output, target) + self.alpha * loss
 
 
-def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: Dataset) -> nn.Module:
+def distil(criterion: nn.Module, args: config.Resolved, student: nn.Module, val: Dataset) -> nn.Module:
     """Return the criterion, with a `Distillation` around it for training with `--teacher`; UserError for a misfit.
 
     `student` is the bare model on its device; the classes' names are those of the validation set `val`.
@@ -82,7 +82,7 @@ def distil(criterion: nn.Module, args: config.Record, student: nn.Module, val: D
     return Distillation(criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha)
 
 
-def build_teacher(args: config.Record, classes: list[str]) -> nn.Module:
+def build_teacher(args: config.Resolved, classes: list[str]) -> nn.Module:
     """Return the model of `--teacher` on the CPU; UserError if it is not found, or is of other classes or images."""
     source, size = f"--teacher {args.teacher}", args.train_crop_size
     weights = _load_teacher(args.teacher, source)

@@ -17,7 +17,7 @@ from settings.options import BY_NAME
 
 def build_evaluated(
     source: str, name: str, weights: Weights, given: Mapping[str, Any], *, is_typed: bool = False
-) -> tuple[nn.Module, config.Record, str]:
+) -> tuple[nn.Module, config.Resolved, str]:
     """Return a trained model in evaluation mode on the CPU, its options, and where its preprocessing comes from.
 
     Args:

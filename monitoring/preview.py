@@ -34,7 +34,7 @@ def preview(args: Any) -> str:
     launch = collectives.place(args.world_size, args.dist_url)
     collectives.setup_for_distributed(launch.rank == 0)
     args = args.replaced(world_size=launch.world_size, distributed=False)
-    args, notes = take_published_options(config.with_shards(args, state=None))
+    args, notes = take_published_options(config.assign(args, state=None))
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, args.world_size)
     # A single process may preview a run of many.
     is_short = args.sync_bn and args.world_size == 1 < args.num_shards

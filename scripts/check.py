@@ -14,9 +14,9 @@ from PIL import ExifTags, Image
 
 from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
+from files import retry
 from loading.decode import MODES, decode_plainly, load_image, resized_size, unused_range
 from loading.forms import open_source
-from loading.index import with_retries
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.remote import RemotePack
@@ -102,7 +102,7 @@ def look_at_some(splits: dict[str, Source], options: Any, images: list[tuple[str
     for split, number in images:
         payload, measured = b"", None
         try:
-            payload = with_retries(partial(splits[split].read, number))
+            payload = retry(partial(splits[split].read, number))
             found = oddities(image := load_image(payload))
             if split == "val" or len(splits) == 1:  # evaluated, as are those of --minival
                 resized_size(image.height, image.width, resize_size)

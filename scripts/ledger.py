@@ -21,7 +21,7 @@ from errors import UserError, counted, duration, in_one_line
 from files import make_folder, read_bytes, read_json, write_atomically
 from scripts import tool
 from scripts.report import LoggedRun, group_seeds
-from settings.options import CURVES
+from settings.choices import CURVES
 
 PROG = "python -m scripts.ledger"
 EXAMPLES = """examples:

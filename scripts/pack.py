@@ -22,10 +22,10 @@ from PIL import __version__ as pillow_version
 
 from distributed import collectives
 from errors import ImageError, StorageError, UserError, counted, in_one_line, one_line
-from files import locked, open_to_read, write_atomically
+from files import locked, open_to_read, retry, write_atomically
 from loading.decode import load_image, to_mode
 from loading.forms import check_source, find_sources, open_source
-from loading.index import encode, with_retries
+from loading.index import encode
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.remote import encode_index, in_child, index_name, open_store, read_whole, with_patience
@@ -149,7 +149,7 @@ def pack_images(px: int, task: tuple[Source, range]) -> list[bytes]:
     (source, numbers), packed = task, []
     for number in numbers:
         try:
-            image = load_image(with_retries(partial(source.read, number)))
+            image = load_image(retry(partial(source.read, number)))
             packed.append(shrink(image, px))
         except ImageError:
             raise

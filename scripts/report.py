@@ -24,8 +24,9 @@ from files import open_to_read, read_json
 from monitoring.events import NOT_DRAWN
 from monitoring.monitor import read_records
 from scripts import tool
+from settings.choices import CURVES
 from settings.config import IMAGENET_MEAN, IMAGENET_STD
-from settings.options import BY_NAME, CURVES
+from settings.options import BY_NAME
 
 PROG = "python -m scripts.report"
 
@@ -43,7 +44,7 @@ KINDS = {
     "minival_ema": "minival, averaged weights",
 }  # fmt: skip
 PANELS = {
-    **{name: curve["title"] for name, curve in CURVES.items()}, "lr": "learning rate", "images_per_s": "images/s",
+    **{name: curve.title for name, curve in CURVES.items()}, "lr": "learning rate", "images_per_s": "images/s",
     "data_wait": "share of time waiting for data", "grad_norm": "norm of the gradients", "memory_gib": "memory, GiB",
 }  # fmt: skip
 _LARGEST = 32 << 20
@@ -285,7 +286,7 @@ def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
 
 def bests(run: LoggedRun, name: str) -> dict[str, tuple[float, int]]:
     """Return the best value of each kind of evaluation by a metric, and its step, as `RunState.note_results`."""
-    found, sign = {}, -1 if CURVES[name].get("is_lower_better") else 1
+    found, sign = {}, -1 if CURVES[name].is_lower_better else 1
     for kind in kinds_in([run]).keys() - {"train"}:
         points, losses = run.points(kind, name), run.points(kind, "loss")
         if points:
@@ -352,7 +353,7 @@ def rank_runs(runs: list[LoggedRun]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.options)
     differing = [n for n in names if len({json.dumps(run.options.get(n), default=str) for run in runs}) > 1]
     name, rows = best_metric(runs[0]), []
-    sign = -1 if CURVES[name].get("is_lower_better") else 1
+    sign = -1 if CURVES[name].is_lower_better else 1
     for run in runs:
         found = [(*best, kind) for kind, best in bests(run, name).items() if kind in BEST_NAMES]
         best, step, kind = max(found, key=lambda each: sign * each[0], default=(math.nan, 0, ""))

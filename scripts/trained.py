@@ -50,7 +50,7 @@ class Trained(NamedTuple):
 
     # (B, C, S, S) normalised floats to (B, num_classes) logits, on the CPU; a module in evaluation mode, or a graph.
     model: Callable[[Tensor], Tensor]
-    args: config.Record  # the options that it is evaluated with: `model`, not of a graph, `val_crop_size` ...
+    args: config.Resolved  # the options that it is evaluated with: `model`, not of a graph, `val_crop_size` ...
     classes: list[str] | None  # names of the classes; None where the file has none
     kind: str  # words for a message, such as `the raw weights of resnet18`
     trained_with: dict[str, Any]  # all options of its training or publication that the file holds
@@ -95,7 +95,7 @@ def add_machine_options(parser: argparse.ArgumentParser, batch_size: int = 128) 
     add_train_option(parser, "device", "cuda, cpu ... (default: the accelerator of this machine, else cpu)")
 
 
-def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Record:
+def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Resolved:
     """Return the options with which a tool evaluates a model on this machine.
 
     The tool's own replace the checkpoint's where they have the names of train.py's. If `is_alone`, it is one process.

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from distributed.launch import Launch, read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
 from settings import options, other_scripts
+from settings.choices import LOGGERS, OPTIMIZERS, POLICIES, TABLES
 from settings.custom_code import hash_code, own_code, parse_kwargs
 from settings.options import (
     ALWAYS,
@@ -49,10 +50,12 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: (args.freeze or args.freeze_below)
      and not (args.weights or args.resume or args.test_only or split_custom(args.model)),
      "--freeze and --freeze-below without --weights train on the features of random weights"),
+    (lambda args: args.label_smoothing and split_custom(args.criterion or ""),
+     "--label-smoothing has no effect with --criterion {criterion}, a loss of your own"),
     (lambda args: args.balanced_sampler and args.class_weights == "balanced",
      "--balanced-sampler and --class-weights balanced both make up for uneven classes: small ones count twice"),
     (lambda args: args.momentum != BY_NAME["momentum"].default
-     and "momentum" not in options.OPTIMIZERS.get(args.opt, {"options": ["momentum"]})["options"],
+     and args.opt in OPTIMIZERS and "momentum" not in OPTIMIZERS[args.opt].options,
      "--momentum has no effect with --opt {opt}"),
     (lambda args: (args.stop_epoch or 0) >= args.epochs,
      "--stop-epoch {stop_epoch} has no effect with --epochs {epochs}"),
@@ -104,17 +107,14 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.in_chans != 3 and next(
         (BY_NAME[name].flag for name in ("auto_augment", "color_jitter", "grayscale_prob") if getattr(args, name)), ""),
      "{found} changes colours of three channels, and --in-chans is {in_chans}; leave {found} out"),
-    (lambda args: args.criterion and not split_custom(args.criterion),
-     "--criterion {criterion}: expected FILE.py:FUNCTION; --bce-loss and the cross-entropy have options of their own"),
-    (lambda args: args.criterion and args.bce_loss, "--criterion and --bce-loss are both losses; give one of them"),
     (lambda args: args.class_weights not in (None, "balanced") and not os.path.isfile(args.class_weights),
      "--class-weights {class_weights}: no such file; give balanced, or a list with the columns class and weight"),
-    (lambda args: args.criterion and args.class_weights,
+    (lambda args: split_custom(args.criterion or "") and args.class_weights,
      "--criterion {criterion} has no --class-weights; weigh the classes in it, or leave one of the two out"),
     (lambda args: args.multi_label and args.synthetic is not None and not args.test_only,
      "--multi-label reads the labels of a list, and --synthetic images have one class; leave one of the two out"),
-    (lambda args: args.multi_label and not (args.bce_loss or args.criterion),
-     "--multi-label: the cross-entropy takes one class an image; give --bce-loss, or a --criterion of your own"),
+    (lambda args: args.multi_label and not (args.bce_loss or split_custom(args.criterion or "")),
+     "--multi-label: losses of the softmax take one class an image; give --criterion bce, or one of your own"),
     (lambda args: args.multi_label and (len(args.multi_label) > 1 or args.multi_label == "/"),
      "--multi-label {multi_label}: expected one character between labels, and not /"),
     (lambda args: args.multi_label and next((BY_NAME[name].flag for name in (
@@ -127,8 +127,9 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: next((name for name in args.logger if [*map(os.path.basename, args.logger)].count(
         os.path.basename(name)) > 1), None),
      "--logger {found} is one name for two loggers; give it once, or rename the file of one"),
-    (lambda args: next((name for name in args.logger if name in ("wandb", "mlflow") and not is_installed(name)), None),
-     "--logger {found} needs a package that is not installed here: pip install {found}"),
+    (lambda args: next((LOGGERS[name].package for name in args.logger if name in LOGGERS and LOGGERS[name].package
+                        and not is_installed(LOGGERS[name].package)), None),
+     "--logger needs {found}, which is not installed here: pip install {found}"),
     (lambda args: args.balanced_sampler and args.ra_sampler,
      "--balanced-sampler and --ra-sampler are both orders of the images; give one of them"),
     (lambda args: args.use_deterministic_algorithms and (args.compile or "").startswith("max-autotune"),
@@ -150,8 +151,11 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
 ]  # fmt: skip
 
 
-class Record(argparse.Namespace):
-    """Immutable options; `replaced` returns a changed copy."""
+class Parsed(argparse.Namespace):
+    """Every option, as the command line or its recipe gives it, or its default: the first of three stages.
+
+    Options of each stage are immutable. `given` lists those that were given, `typed` those of the command line itself.
+    """
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
@@ -161,9 +165,23 @@ class Record(argparse.Namespace):
 
     __delattr__ = None
 
-    def replaced(self, **changes: Any) -> "Record":
-        """Return a record with some values changed."""
-        return Record(**{**vars(self), **changes})
+    def replaced(self, **changes: Any) -> Self:
+        """Return options of the same stage with some values changed."""
+        return type(self)(**{**vars(self), **changes})
+
+
+Options = TypeVar("Options", bound=Parsed)
+
+
+class Resolved(Parsed):
+    """The options of this machine and of its launcher too: device, workers, output folder, rank, number of processes.
+
+    Those of published weights are filled in, and later those of the checkpoint to evaluate.
+    """
+
+
+class Assigned(Resolved):
+    """The global batch and its micro-batches too, a resumed run's or this one's: nothing changes any more."""
 
 
 def find_recipe(name: str) -> Path:
@@ -227,7 +245,7 @@ def list_recipes(word: str = "") -> str:
     return "\n".join([*lines, "", "--list-recipes NAME prints a whole recipe with its source; --recipe NAME uses it"])
 
 
-def write_recipe(args: Record) -> str:
+def write_recipe(args: Assigned) -> str:
     """Return the TOML text of a recipe that repeats this run on any machine.
 
     It holds defaults too, so that a later change of a default cannot change the run. It leaves out where and how this
@@ -252,7 +270,7 @@ def write_recipe(args: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse_args(argv: Sequence[str] | None = None) -> "Record":
+def parse_args(argv: Sequence[str] | None = None) -> Parsed:
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
     parser = options.build_parser()
     parser.explain = other_scripts.explain
@@ -265,7 +283,7 @@ def parse_args(argv: Sequence[str] | None = None) -> "Record":
     return resolve(given, recipe.get("reference-global-batch"), typed=vars(typed).keys())
 
 
-def read_command_line() -> "Record":
+def read_command_line() -> Parsed:
     """Return the script's options; print help, a list or a mistake at once and end, without torch."""
     launch = Launch()
     try:
@@ -285,18 +303,18 @@ def read_command_line() -> "Record":
     return args
 
 
-def split_dirs(args: Record) -> tuple[str, str]:
+def split_dirs(args: Parsed) -> tuple[str, str]:
     """Return the folders of the training and of the validation images."""
     path = args.data_path or ""
     return os.path.join(path, "train"), os.path.join(path, "val")
 
 
-def default_folder(args: Record) -> str:
+def default_folder(args: Parsed) -> str:
     """Return the output folder of a run that was given none."""
     return f"runs/{options.short_name(args.model)}"
 
 
-def evaluated_set(args: Record) -> str:
+def evaluated_set(args: Parsed) -> str:
     """Return the name of the evaluation set in logs and records."""
     return "minival" if args.minival and args.synthetic is None else "val"
 
@@ -318,8 +336,8 @@ def resolve(
     *,
     typed: Collection[str] | None = None,
     foreign: Collection[str] = (),
-) -> Record:
-    """Merge given options with the defaults of the others into a Record; a Record is returned unchanged.
+) -> Parsed:
+    """Merge given options with the defaults of the others, and check them; options of any stage are returned unchanged.
 
     Args:
         given: the given options, with or without the defaults of the others.
@@ -330,9 +348,9 @@ def resolve(
     Raises:
         UserError: the first option that cannot be used.
     """
-    if isinstance(given, Record):
+    if isinstance(given, Parsed):
         return given
-    values, preset = vars(given), options.defaults()
+    values, preset = _choose_loss(vars(given), vars(given) if typed is None else typed), options.defaults()
     is_sparse = not preset.keys() <= values.keys()
     if values.get("recipe") and reference_global_batch is None and not is_sparse:
         raise UserError(f"--recipe {given.recipe} is read by config.parse_args, and not by the parser alone; use that")
@@ -353,7 +371,7 @@ def resolve(
         "trusted": [text for name, text in own if name in typed],
         "code": hash_code([*own, *weights]),
     }
-    args = Record(**values)
+    args = Parsed(**values)
     if args.list_recipes is None:
         checked = args.replaced(**{name: preset[name] for name in foreign})
         validate(checked)
@@ -363,7 +381,23 @@ def resolve(
     return args
 
 
-def find_device(args: Record) -> str:
+def _choose_loss(values: dict[str, Any], typed: Collection[str]) -> dict[str, Any]:
+    """Return given options with one spelling of each loss: `--bce-loss` for bce, and neither for cross_entropy.
+
+    Of a command line and a recipe that differ the command line's counts.
+    """
+    name, is_bce = values.get("criterion"), bool(values.get("bce_loss"))
+    if name is None:
+        return values
+    if is_bce and name != "bce" and ("criterion" in typed) != ("bce_loss" in typed):
+        name, is_bce = (name, False) if "criterion" in typed else ("bce", True)
+    if is_bce and name != "bce":
+        raise UserError(f"--criterion {name} and --bce-loss are both losses; give one of them")
+    is_plain = name in ("bce", "cross_entropy")
+    return {**values, "criterion": None if is_plain else name, "bce_loss": name == "bce"}
+
+
+def find_device(args: Parsed) -> str:
     """Return the device of `--device`, by default this machine's accelerator or the CPU; UserError if it is missing."""
     import torch  # not above: help need not wait for it
 
@@ -380,7 +414,7 @@ def find_device(args: Record) -> str:
     return device
 
 
-def on_machine(args: Record) -> tuple[Record, list[str]]:
+def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
     """Return the options completed for this machine and its launcher, a line about each derived one, and remarks.
 
     UserError if the device is not there, or the launcher's variables are incomplete.
@@ -405,7 +439,7 @@ def on_machine(args: Record) -> tuple[Record, list[str]]:
         "distributed": launch.is_launched,
         "gpu": collectives.choose_gpu(launch, device),
     }
-    lines, args = lines + remarks(args), args.replaced(**changes)
+    lines, args = lines + remarks(args), Resolved(**{**vars(args), **changes})
     is_as_asked = args.amp and ({"amp", "amp_dtype"} & {*args.typed} or "amp" not in args.given)
     if (slow := slow_type(args)) and is_as_asked:
         lines.append(f"--amp: {slow}")
@@ -417,7 +451,7 @@ def on_machine(args: Record) -> tuple[Record, list[str]]:
     return args, lines
 
 
-def slow_type(args: Record) -> str:
+def slow_type(args: Parsed) -> str:
     """Say that a run computes in bfloat16, as timm's Muon does by itself, on a CPU that is slow in it; else empty."""
     from distributed import collectives  # not above: help need not wait for torch
 
@@ -428,7 +462,7 @@ def slow_type(args: Record) -> str:
     return "this processor has no instructions for bfloat16, and computes in it 2 to 12 times as slowly as in float32"
 
 
-def agree_on_type(args: Record, trained: dict | None) -> Record:
+def agree_on_type(args: Resolved, trained: dict | None) -> Resolved:
     """Return options with rank 0's `--amp-dtype`, or the checkpoint's where a processor chose it or ours, and say so.
 
     Collective: every rank must call it.
@@ -444,7 +478,7 @@ def agree_on_type(args: Record, trained: dict | None) -> Record:
     return args
 
 
-def remarks(args: Record) -> list[str]:
+def remarks(args: Parsed) -> list[str]:
     """Return a line about each option that has no effect in this run, and about those that are seldom meant so."""
     lines = [
         f"{option.flag} has no effect {why}"
@@ -454,19 +488,21 @@ def remarks(args: Record) -> list[str]:
     return lines + [text.format(**vars(args)) for condition, text in REMARKS if condition(args)]
 
 
-def as_trained(args: Record, trained: dict) -> tuple[Record, list[str]]:
+def as_trained(args: Options, trained: dict) -> tuple[Options, list[str]]:
     """Take evaluation options that were not given from the checkpoint's run; errors and result as of `_take`."""
-    args, lines = _take(args, trained, [name for name, option in BY_NAME.items() if option.is_of_checkpoint])
+    own = trained.get("criterion") if split_custom(str(trained.get("criterion"))) else None
+    names = {name for name, option in BY_NAME.items() if option.is_of_checkpoint} - ({"criterion"} if own else set())
+    args, lines = _take(args, trained, [name for name in BY_NAME if name in names])
     if "model" not in args.given and split_custom(args.model):
         raise UserError(f"the checkpoint is of {args.model}, {options.WHY_TYPED}")
-    if trained.get("criterion") and args.criterion is None:
-        lines.append(f"the loss is the usual one: --criterion {trained['criterion']} of the checkpoint is not given")
+    if own and args.criterion is None:
+        lines.append(f"evaluating with the cross-entropy; give --criterion {own} for the checkpoint's own loss")
     if trained.get("decoder") == "torchcodec":
         lines.append("the checkpoint's run decoded with TorchCodec; Pillow's pixels may differ by a grey level")
     return args, [*lines, *filter(None, [slow_type(args)])]
 
 
-def _take(args: Record, trained: dict, names: Sequence[str]) -> tuple[Record, list[str]]:
+def _take(args: Options, trained: dict, names: Sequence[str]) -> tuple[Options, list[str]]:
     """Take the checkpoint's values of the named options that were not given; return all options, and a line for each.
 
     UserError if the checkpoint holds an impossible value.
@@ -487,21 +523,22 @@ def _take(args: Record, trained: dict, names: Sequence[str]) -> tuple[Record, li
     return args, lines
 
 
-def with_shards(args: Record, state: dict | None) -> Record:
+def assign(args: Resolved, state: dict | None) -> Assigned:
     """Add the global batch and its micro-batches: the resumed run's, else by --batch-size and number of processes."""
     if state is None:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
-        return args.replaced(global_batch_size=global_batch_size, num_shards=global_batch_size // args.batch_size)
+        shards = {"global_batch_size": global_batch_size, "num_shards": global_batch_size // args.batch_size}
+        return Assigned(**{**vars(args), **shards})
     args, lines = _take(args, state["args"], [name for name in BY_NAME if options.is_filled_in(name, args)])
     for line in lines:
         print(line)
+    shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
     # GoogLeNet and Inception rescale inputs only for published weights.
     weights = args.weights if "weights" in args.given else state["args"]["weights"]
-    shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
-    return args.replaced(**shards, weights=weights)
+    return Assigned(**{**vars(args), **shards, "weights": weights})
 
 
-def validate(args: Record) -> None:
+def validate(args: Parsed) -> None:
     """Raise UserError for the first option that cannot be used, as far as that shows before a device is touched."""
     for name, option in BY_NAME.items():
         value = getattr(args, name)
@@ -533,31 +570,26 @@ def _validate_text(option: Option, text: str) -> None:
         raise UserError(f"{option.flag} {text[:20]}...: a name in it has more than 255 characters")
 
 
-def _validate_names(args: Record) -> None:
-    """Check names of optimizers and policies; those of models are looked up when they are built."""
+def _validate_names(args: Parsed) -> None:
+    """Check the names that the tables of `choices` hold; those of models are looked up when they are built."""
     parse_kwargs(args.model_kwargs)
-    for option, given, known, kind in [
-        ("--opt", args.opt, options.OPTIMIZERS, "optimizer"),
-        ("--auto-augment", args.auto_augment, options.POLICIES, "augmentation policy"),
-        ("--lr-scheduler", args.lr_scheduler, options.SCHEDULES, "schedule"),
-        *(("--metrics", name, options.MORE_METRICS, "metric") for name in args.metrics or ()),
-        *(("--logger", name, [*options.LOGGERS, "none"], "logger") for name in args.logger),
-    ]:
-        has_timms = option in ("--opt", "--auto-augment")
-        is_elsewhere = given and (split_custom(given) or (has_timms and given.startswith("timm/")))
-        if given is not None and given not in known and not is_elsewhere:
-            hint = did_you_mean(given, known) or f" (there are {', '.join(known)});"
-            timms = "timm's are written timm/NAME, " if has_timms else ""
-            raise UserError(f"{option} {given} is no {kind}{hint} {timms}your own FILE.py:FUNCTION")
+    for option, (kind, table) in TABLES.items():
+        value = getattr(args, option)
+        for name in (value if isinstance(value, list) else [value]) if table and value else ():
+            has_timms = option in ("opt", "auto_augment")
+            if name not in table and not split_custom(name) and not (has_timms and name.startswith("timm/")):
+                hint = did_you_mean(name, table) or f" (there are {', '.join(table)});"
+                timms = "timm's are written timm/NAME, " if has_timms else ""
+                raise UserError(f"{BY_NAME[option].flag} {name} is no {kind}{hint} {timms}your own FILE.py:FUNCTION")
 
 
-def _validate_interpolation(args: Record) -> None:
+def _validate_interpolation(args: Parsed) -> None:
     """Refuse interpolations that torchvision's transforms would refuse at the first image that needs them."""
     on_images, on_tensors = {"nearest", "nearest-exact", "bilinear", "bicubic"}, {"nearest", "bilinear"}
     known, needed_by = set(options.INTERPOLATIONS), ""
     if args.backend == "tensor":
         known, needed_by = on_images, "--backend tensor"
-    if args.auto_augment in options.POLICIES:
+    if args.auto_augment in POLICIES:
         # A policy rotates and shears; AugMix works on tensors with either backend.
         known = on_tensors if args.backend == "tensor" or args.auto_augment == "augmix" else on_images
         needed_by = f"--auto-augment {args.auto_augment}"

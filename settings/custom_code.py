@@ -15,15 +15,13 @@ from typing import Any
 
 from errors import UserError, did_you_mean
 from files import open_to_read
+from settings.choices import TABLES
 from settings.options import BY_NAME, WHY_TYPED, split_custom
-
-# Options that take FILE.py:FUNCTION.
-OWN = ("model", "opt", "criterion", "auto_augment", "lr_scheduler", "metrics", "logger", "data_path")
 
 
 def own_code(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the options, among all by name, that name code of the user's own, each with a FILE.py:FUNCTION."""
-    given = [(name, values[name] if isinstance(values[name], list) else [values[name]]) for name in OWN]
+    given = [(name, values[name] if isinstance(values[name], list) else [values[name]]) for name in TABLES]
     return [(name, str(text)) for name, texts in given for text in texts if split_custom(str(text))]
 
 
@@ -78,14 +76,16 @@ def check_code(args: Any) -> None:
 
 
 def load_function(option: str, args: Any, value: str | None = None) -> Callable[..., Any]:
-    """Run the file that an option names, if the command line itself gives it, and return the function.
+    """Return the function that an option chooses: by a name of its table, or FILE.py:FUNCTION.
 
-    `value` is its FILE.py:FUNCTION, by default the option's whole value.
+    The file is run, if the command line itself gives it. `value` is by default the option's whole value.
 
     Raises:
         UserError: only a recipe or a checkpoint names the file, it cannot be run, or it has no such function.
     """
     value, flag = value or getattr(args, option), BY_NAME[option].flag
+    if not split_custom(value):
+        return TABLES[option][1][value].load()
     if value not in getattr(args, "trusted", ()):
         raise UserError(f"a recipe or a checkpoint names {value}, {WHY_TYPED.replace('--model', flag)}")
     path, name = split_custom(value)

@@ -4,7 +4,6 @@ Nothing here imports torch, so that help and errors need not wait for it.
 """
 
 import argparse
-import ast
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError, did_you_mean
+from settings.choices import LOGGERS, LOSSES, METRICS, OPTIMIZERS, POLICIES, SCHEDULES, TABLES
 
 # How a resumed run treats an option that differs from the checkpoint's: FREE options change no result, and the change
 # is printed; SILENT ones differ at every restart; --allow-change must name ON_REQUEST ones. Any other text says why
@@ -36,33 +36,10 @@ STATISTICS = ("mean", "std")
 PREPROCESSING = ("val_resize_size", "val_crop_size", "interpolation", *STATISTICS)
 
 
-def read_table(module: str, table: str) -> dict[str, dict[str, Any]]:
-    """Return the literal keywords of the entries, by name, of a table in a module that imports torch.
-
-    They are read from its source text, so that each name has one home and nothing here waits for torch. The tables of
-    this name in several classes are one.
-    """
-    tree = ast.parse((Path(__file__).parents[1] / f"{module}.py").read_text(encoding="utf-8"))
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and node.value is not None]
-    tables = [node.value for node in assigned if ast.unparse(node.target) == table]
-    return {
-        key.value: {word.arg: ast.literal_eval(word.value) for word in entry.keywords}
-        for entries in tables
-        for key, entry in zip(entries.keys, entries.values, strict=True)
-    }
-
-
-SCHEDULES = read_table("models/optim", "SCHEDULES")
-OPTIMIZERS = read_table("models/optim", "OPTIMIZERS")
-CURVES = read_table("metrics", "curves")
-MORE_METRICS = [name for name in CURVES if name not in ("loss", "acc1", "acc5")]  # computed where --metrics names them
-POLICIES = read_table("presets", "POLICIES")
-LOGGERS = ["tensorboard", "wandb", "mlflow"]
-
-
-def _which_take(option: str, chooser: str = "lr_scheduler", table: dict[str, dict] = SCHEDULES) -> str:
-    """Return `needs` of an option that only some entries take of a table in which another option chooses."""
-    return f"{chooser}={'|'.join(name for name, entry in table.items() if option in entry.get('options', ()))}"
+def _which_take(option: str, chooser: str = "lr_scheduler") -> str:
+    """Return `needs` of an option that only some rows take of the table by which another option chooses."""
+    _, table = TABLES[chooser]
+    return f"{chooser}={'|'.join(name for name, choice in table.items() if option in choice.options)}"
 
 
 def split_custom(name: str) -> tuple[str, str] | None:
@@ -288,10 +265,10 @@ OPTIONS = {
                help=f"augmentation policy: {', '.join(POLICIES)}, timm/SPECIFICATION such as "
                     "timm/rand-m7-mstd0.5-inc1, or FILE.py:FUNCTION (default: none)"),
         Option("--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30,
-               needs=_which_take("ra_magnitude", "auto_augment", POLICIES),
+               needs=_which_take("ra_magnitude", "auto_augment"),
                help="strength of the changes that --auto-augment ra makes, from 0 to 30"),
         Option("--augmix-severity", metavar="S", default=3, at_least=1, at_most=10,
-               needs=_which_take("augmix_severity", "auto_augment", POLICIES),
+               needs=_which_take("augmix_severity", "auto_augment"),
                help="strength of the changes that --auto-augment augmix makes, from 1 to 10"),
         Option("--color-jitter", metavar="F", default=0.0, at_least=0, at_most=1, not_with="synthetic", needs="augment",
                help="change brightness, contrast and saturation of a training image by factors from 1 - F to 1 + F, "
@@ -397,18 +374,21 @@ OPTIONS = {
                help="--no-decay-1d: timm's rule in place of the three options above: no decay of biases, of other "
                     "parameters with one dimension, and of those that the model exempts, such as embeddings"),
         Option("--label-smoothing", metavar="P", default=0.0, at_least=0, below=1, is_of_checkpoint=True,
-               not_with="criterion",
                help="label smoothing: share of each target that is spread over all classes"),
+        Option("--criterion", metavar="NAME|FILE.py:FUNCTION", is_of_checkpoint=True,
+               help=f"loss: {', '.join(LOSSES)}, or your own: a function that returns it, from (output, target) to the "
+                    "mean of a batch (default: cross_entropy)"),
+        Option("--focal-gamma", metavar="GAMMA", default=2.0, at_least=0, at_most=100, is_of_checkpoint=True,
+               needs="criterion=focal", is_strict=True,
+               help="exponent of --criterion focal: how little images count that are classified well"),
         Option("--bce-loss", default=False, is_of_checkpoint=True,
-               help="binary cross-entropy for each class instead of the softmax cross-entropy"),
+               help="as --criterion bce: binary cross-entropy for each class"),
         Option("--bce-target-thresh", metavar="T", type=float, at_least=0, below=1, is_of_checkpoint=True,
                needs="bce_loss", is_strict=True,
                help="with --bce-loss: a mixed target above this counts as 1, any other as 0"),
         Option("--class-weights", metavar="balanced|FILE",
                help="weights of the classes in the training loss: balanced, inverse to their numbers of images, 1 on "
                     "average over these; or a .csv, .tsv or .jsonl file with the columns class and weight"),
-        Option("--criterion", metavar="FILE.py:FUNCTION",
-               help="loss of your own: a function that returns it, from (output, target) to the mean of a batch"),
         Option("--teacher", metavar="NAME|FILE",
                help="learn from this model's scores too: a checkpoint, weights of torchvision's such as "
                     "regnet_y_16gf.IMAGENET1K_V2, or timm/NAME.TAG from the Hugging Face hub"),
@@ -514,11 +494,11 @@ OPTIONS = {
     ],
     "monitoring": [
         Option("--metrics", metavar="NAME", nargs="+", resume=FREE,
-               help=f"more metrics in records, curves and the Test: line: {', '.join(MORE_METRICS)}, or "
+               help=f"more metrics in records, curves and the Test: line: {', '.join(METRICS)}, or "
                     "FILE.py:FUNCTION"),
         Option("--logger", metavar="NAME", default=["tensorboard"], type=lower, nargs="+", resume=FREE, recipe=NEVER,
                not_with="test_only",
-               help=f"what shows the records besides metrics.jsonl: {', '.join(LOGGERS)}, none, or FILE.py:FUNCTION"),
+               help=f"what shows the records besides metrics.jsonl: {', '.join(LOGGERS)}, or FILE.py:FUNCTION"),
         Option("--print-freq", default=10, at_least=1, resume=FREE, help="print a log line every N steps"),
         Option("--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
                recipe=NEVER,

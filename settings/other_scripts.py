@@ -257,6 +257,5 @@ def explain(words: Sequence[str], known: dict[str, argparse.Action]) -> UserErro
     named, before, after = ("arguments", "\n  ", "\n") if command.phrases[1:] else ("argument", " ", "; ")
     timms = " (what it does not give has the defaults of here, not timm's)" if command.is_timms else ""
     phrases = before.join(["", *command.phrases])
-    error = UserError(f"unrecognized {named}:{phrases}{after}for here{timms}: {command}")
-    error.has_lines = True  # uncut: half a command would be of no use
-    return error
+    # Uncut: half a command would be of no use.
+    return UserError(f"unrecognized {named}:{phrases}{after}for here{timms}: {command}", has_lines=True)

@@ -223,7 +223,7 @@ class Bench:
     def save(self, opt: str) -> dict:
         """Return the state of a run after three steps, the second of which ended an epoch."""
         args = self.args("--opt", opt)
-        run = self.run(config.with_shards(args.replaced(resume=""), None))
+        run = self.run(config.assign(args.replaced(resume=""), None))
         for step in range(3):
             run.start_epoch(step // run.steps_per_epoch)
             make_step(run)

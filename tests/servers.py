@@ -171,15 +171,10 @@ def seaweed(work, bucket):
     try:
         endpoint = f"http://127.0.0.1:{ports['s3.port']}"
         wait_for(endpoint)
-        shell = [
-            command[0],
-            "shell",
-            f"-master=127.0.0.1:{ports['master.port']}",
-            f"-filer=127.0.0.1:{ports['filer.port']}",
-        ]
+        addresses = (f"-{name}=127.0.0.1:{ports[f'{name}.port']}" for name in ("master", "filer"))
+        shell = [command[0], "shell", *addresses]
         subprocess.run(shell, input=f"s3.bucket.create -name {bucket}\n".encode(), check=True, capture_output=True)
-        environ = {**keys, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
-        yield environ
+        yield {**keys, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
     finally:
         process.kill()
         process.wait(20)

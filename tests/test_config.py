@@ -9,7 +9,7 @@ import torch
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 
 from errors import UserError
-from settings import config, options
+from settings import choices, config, options
 
 DATA = ["--data-path", "images"]
 
@@ -278,7 +278,7 @@ def test_what_is_derived_is_said_once(monkeypatch):
 def test_the_table_names_what_torch_and_torchvision_have():
     """It repeats their names, so that help needs neither; here they are asked."""
     assert [mode.value for mode in InterpolationMode] == options.INTERPOLATIONS
-    assert {policy.value for policy in AutoAugmentPolicy} < set(options.POLICIES)
+    assert {policy.value for policy in AutoAugmentPolicy} < set(choices.POLICIES)
     assert set(options.COMPILE_MODES) <= set(torch._inductor.list_mode_options())
     types = {getattr(torch, name) for name in options.BY_NAME["amp_dtype"].choices}
     assert types == {torch.bfloat16, torch.float16, torch.float32}

@@ -121,7 +121,7 @@ KINDS = ["truncated", "zero bytes", "no image", "bomb", "vanished", "a folder"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
     root = write_images(tmp_path, {"train": [1], "val": [1]})
-    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr("files.RETRY_S", 0.0)
     sets = data.build_datasets(str(root / "train"), str(root / "val"), arguments(root))
     for split, dataset, key in zip(["train", "val"], sets, [SampleKey(0, 0, 0), 0], strict=True):
         damage(root / split / "class0" / "image000.jpg", kind)
@@ -132,7 +132,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
 
 
 def test_a_failure_of_the_system_is_tried_again_with_the_same_draws_and_ends_the_run_in_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("loading.index.RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr("files.RETRY_S", 0.0)
     root = write_images(tmp_path, {"train": [3]}) / "train"
     errors = []
 
@@ -262,12 +262,9 @@ def test_each_class_has_at_least_one_image_on_either_side_where_it_has_two(tmp_p
     assert sorted(source.label(number) for number in held) == [1, 2, 3]
     assert len(minival_numbers(source, 0.5)) == 0 + 1 + 2 + 20
     assert set(held) < set(minival_numbers(source, 0.1)) < set(minival_numbers(source, 0.5))
-
-
-def test_nothing_to_hold_out_is_refused(tmp_path):
-    write_images(tmp_path, {"train": [1, 1]})
+    write_images(tmp_path / "single", {"train": [1, 1]})
     with pytest.raises(UserError, match="has one image of each class, and none to hold out"):
-        sets_of(tmp_path, "--minival", "0.5")
+        sets_of(tmp_path / "single", "--minival", "0.5")
 
 
 def test_a_part_has_the_images_of_the_whole_under_new_numbers(image_folder):

@@ -22,22 +22,14 @@ def leave_group(rank, world_size, ranks, error):
 
 
 @pytest.mark.dist
-def test_an_error_of_all_ranks_is_printed_once(tmp_path):
-    outcome = run_ranks(
-        in_group, 2, leave_group, (0, 1), errors.UserError("what you gave"), timeout_s=25, log_folder=tmp_path
-    )
-    assert outcome.codes[0] == 2
+@pytest.mark.parametrize(("ranks", "error", "where"), [
+    ((0, 1), errors.UserError("what you gave"), ""), ((1,), errors.ImageError("what you gave"), " on rank 1"),
+])  # fmt: skip
+def test_an_error_is_printed_once_and_names_the_rank_if_it_is_of_one(tmp_path, ranks, error, where):
+    outcome = run_ranks(in_group, 2, leave_group, ranks, error, timeout_s=25, log_folder=tmp_path)
+    assert outcome.codes[ranks[0]] == error.exit_code
     assert outcome.output.count("what you gave") == 1
-    assert "train.py: error: what you gave\n" in outcome.outputs[0]
-
-
-@pytest.mark.dist
-def test_an_error_of_one_rank_names_it(tmp_path):
-    outcome = run_ranks(
-        in_group, 2, leave_group, (1,), errors.ImageError("what you gave"), timeout_s=25, log_folder=tmp_path
-    )
-    assert outcome.codes[1] == 1
-    assert "train.py: error on rank 1: what you gave\n" in outcome.outputs[1]
+    assert f"train.py: error{where}: what you gave\n" in outcome.outputs[ranks[0]]
 
 
 def test_what_means_that_the_machine_gives_no_more_is_known_by_number_and_by_text():

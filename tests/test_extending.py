@@ -378,8 +378,8 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--criterion {}:no_loss", "returned a int, expected a loss"),
     ("--opt {}:no_optimizer", "returned a list, expected a torch.optim.Optimizer"),
     ("--opt {}:needs_more", "missing 1 required positional argument: 'rho'"),
-    ("--opt {}x.py:sgd", "there is no such file"), ("--criterion focal", "expected FILE.py:FUNCTION"),
-    ("--criterion {}:smooth --bce-loss", "--criterion and --bce-loss are both losses"),
+    ("--opt {}x.py:sgd", "there is no such file"), ("--criterion smooth", "is no loss"),
+    ("--criterion {}:smooth --bce-loss", "are both losses; give one of them"),
     ("--auto-augment {}:smaller", "--auto-augment returned ((3, 3), 'RGB'), expected a PIL image of (32, 32)"),
     ("--auto-augment {}:nothing_at_all", "'NoneType' object is not callable"),
     ("--lr-scheduler {}:below_zero", "its factor in epoch 0 is -1.0; expected 0 or more"),
@@ -490,5 +490,5 @@ def test_code_that_a_recipe_names_is_not_run(started, mine, tmp_path):
 def test_an_evaluation_without_the_loss_says_so(started, mine, tmp_path):
     started.go_on(tmp_path, tmp_path / "out", "--criterion", f"{mine}:smooth", "--epochs", 1).check()
     argv = [*started.argv, "--test-only", "--resume", tmp_path / "out" / "checkpoint.pth"]
-    assert "the loss is the usual one: --criterion" in run_train(tmp_path, *argv).check().output
-    assert "the usual one" not in run_train(tmp_path, *argv, "--criterion", f"{mine}:smooth").check().output
+    assert "evaluating with the cross-entropy; give --criterion" in run_train(tmp_path, *argv).check().output
+    assert "evaluating with" not in run_train(tmp_path, *argv, "--criterion", f"{mine}:smooth").check().output

@@ -14,11 +14,9 @@ import numpy
 import pytest
 from torchvision import datasets
 
-import data
 from errors import BadImageError, ImageError, UserError
 from loading import forms, index
 from loading.forms import open_source
-from loading.source import Source
 from tests.images import FORMS, pack, pack_as_tar_does, pack_classes, pack_shards, pack_whole, write_split
 from tests.started import Hostile
 
@@ -68,47 +66,6 @@ def test_a_link_to_a_folder_above_is_refused(folder):
         open_source(folder)
 
 
-class ListedSource(Source):
-    """A format of one file that lists names and contents."""
-
-    form = "listed"
-    layout = "{split}/all.json"
-
-    @classmethod
-    def find(cls, root):
-        return [cls(root, root / "all.json")] if (root / "all.json").is_file() else []
-
-    def open(self):
-        self.images = json.loads(Path(self.where).read_bytes())
-        self.classes = sorted({name.split("/")[0] for name, _ in self.images})
-        return self
-
-    def __len__(self):
-        return len(self.images)
-
-    def label(self, number):
-        return self.classes.index(self.name(number).split("/")[0])
-
-    def name(self, number):
-        return self.images[number][0]
-
-    def read(self, number):
-        return self.images[number][1].encode()
-
-
-def write_list(root, target):
-    """Write a folder of class folders in that format."""
-    (target / root.name).mkdir(parents=True)
-    paths = [Path(path) for path, _ in datasets.ImageFolder(root).samples]
-    images = [(str(path.relative_to(root)), path.read_text()) for path in paths]
-    (target / root.name / "all.json").write_text(json.dumps(images))
-
-
-@pytest.fixture
-def new_format(monkeypatch):
-    monkeypatch.setattr(forms, "FORMS", [*forms.FORMS, ListedSource])
-
-
 def copy_folder(root, target):
     shutil.copytree(root, target / root.name)
 
@@ -150,8 +107,8 @@ def test_a_hidden_class_tar_is_refused_and_a_list_may_name_hidden_files(folder, 
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-@pytest.mark.parametrize("write", [copy_folder, *FORMS, write_list])
-def test_every_format_gives_image_folders_images(folder, tmp_path, new_format, write, is_cached, capsys):
+@pytest.mark.parametrize("write", [copy_folder, *FORMS])
+def test_every_format_gives_image_folders_images(folder, tmp_path, write, is_cached, capsys):
     write(folder, tmp_path)
     for _ in range(1 + is_cached):
         found = open_source(tmp_path / "train")
@@ -169,7 +126,7 @@ def test_every_format_gives_image_folders_images(folder, tmp_path, new_format, w
     assert found.identity()["path"] == str(tmp_path / "train")
     assert found.identity().keys() == {"form", "path", "sizes", "times", "checksums", "sample"}
     sample = " ".join(f"{number}:{len(content)}" for number, content in enumerate(contents))
-    assert found.identity()["sample"] == (None if write is write_list else sample)  # which is no form of ours
+    assert found.identity()["sample"] == sample
     assert "is used, and not" not in capsys.readouterr().out
 
 
@@ -179,13 +136,6 @@ def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
         (tmp_path / "train" / name).parent.mkdir(parents=True)
         (tmp_path / "train" / name).touch()
     assert open_source(tmp_path / "train").fingerprint() == "95f6fa071d4a7826"
-
-
-def test_made_up_images_have_words_for_a_fingerprint():
-    images = data.SyntheticImages(130, 8, 10).index
-    assert images.fingerprint() == "synthetic-130-10"
-    nothing = dict.fromkeys(["sizes", "times", "checksums", "sample"])
-    assert images.identity() == {"form": "synthetic", "path": "", **nothing}
 
 
 def test_a_second_start_does_not_scan_and_leaves_the_split_alone(folder, monkeypatch):
@@ -369,7 +319,7 @@ def test_an_incomplete_set_of_shards_or_pack_is_refused(folder, tmp_path):
     whole = open_source(tmp_path / "train")
     assert whole.identity()["checksums"] == hashlib.sha256(sums.encode()).hexdigest()[:16]
     (tmp_path / "train-000002.tar").unlink()
-    with pytest.raises(UserError, match=r"train-000002\.tar is missing: 1 of the 3 shards that manifest\.json"):
+    with pytest.raises(UserError, match=r"train-000002\.tar is missing: 1 of the 3 shards"):
         open_source(tmp_path / "train")
     path.write_text(json.dumps({**manifest, "state": "writing"}))
     with pytest.raises(UserError, match="is still being written, or was interrupted; run its"):
@@ -416,10 +366,10 @@ def test_a_file_that_would_fill_memory_or_is_no_file_is_not_read(tmp_path):
             open_source(tmp_path / "train").read(number)
 
 
-def test_what_is_missing_and_which_of_several_is_used_is_said(tmp_path, new_format, capsys):
+def test_what_is_missing_and_which_of_several_is_used_is_said(tmp_path, capsys):
     with pytest.raises(UserError) as caught:
         forms.check_source(tmp_path / "val")
-    assert all(words in str(caught.value) for words in ("has no val/", "or val.tar", "or val/all.json"))
+    assert all(words in str(caught.value) for words in ("has no val/", "or val.tar", "or val.csv"))
     with pytest.raises(UserError, match=f"--data-path {tmp_path / 'nowhere'} is not a folder"):
         forms.check_source(tmp_path / "nowhere" / "val")
     (tmp_path / "train-00000-of-00001.parquet").write_bytes(b"PAR1")

@@ -89,7 +89,7 @@ class Negatives(Numbers):
 def test_the_same_processes_load_several_sets_in_turn():
     before = set(multiprocessing.active_children())
     loader = build(Numbers(), 20)
-    other = loader.beside(Negatives())
+    other = loader.sharing_workers(Negatives())
     other.sampler = Keys(5)
     loader.start()
     workers = set(multiprocessing.active_children()) - before

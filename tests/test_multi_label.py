@@ -47,8 +47,9 @@ def options(folder, *argv):
 def test_batches_hold_zeros_and_ones_as_the_list_says(labelled):
     args = options(labelled, *"--workers 0 --device cpu --train-crop-size 32 --val-crop-size 32".split())
     sets = data.build_datasets(str(labelled / "train"), str(labelled / "val"), args)
-    args = config.with_shards(args.replaced(rank=0, world_size=1), None)
-    for dataset, sampler in zip(sets, data.build_samplers(*sets, args), strict=True):
+    args = config.assign(args.replaced(rank=0, world_size=1), None)
+    samplers = data.build_train_sampler(sets[0], args), data.build_eval_sampler(sets[1], args)
+    for dataset, sampler in zip(sets, samplers, strict=True):
         assert dataset.classes == CLASSES
         loader = data.build_device_loader(args, data.build_loader(dataset, None, args), sampler, torch.device("cpu"), 4)
         for (_, target), numbers in zip(loader, loader.numbers(), strict=True):

@@ -14,11 +14,9 @@ import torchvision
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 
-import metrics
-import presets
 from errors import UserError
 from models import optim
-from settings import config, options
+from settings import choices, config
 from tests.endings import differing, flatten
 from tests.started import SMALL, run_train
 
@@ -119,12 +117,12 @@ def test_rates_per_step_pass_through_the_rates_per_epoch_and_never_jump(schedule
     assert max(abs(a - b) for a, b in itertools.pairwise(rates)) < 0.5 / 90  # the warm-up climbs 0.49 in 100
 
 
-@pytest.mark.parametrize("name", optim.SCHEDULES)
+@pytest.mark.parametrize("name", choices.SCHEDULES)
 def test_a_schedule_that_depends_on_the_epochs_says_so(name):
     """Else a resumed run could change --epochs without --allow-change."""
     one, other = (schedule_options(name, epochs=epochs) for epochs in (EPOCHS, EPOCHS + 1))
     is_same = all(optim.lr_at(one, epoch, 0.5) == optim.lr_at(other, epoch, 0.5) for epoch in range(EPOCHS))
-    assert optim.SCHEDULES[name].uses_epochs is not is_same
+    assert choices.SCHEDULES[name].uses_epochs is not is_same
 
 
 @pytest.mark.parametrize(("changes", "option"), [
@@ -137,17 +135,6 @@ def test_a_schedule_that_depends_on_the_epochs_says_so(name):
 def test_a_schedule_without_its_options_or_epochs_is_refused(changes, option):
     with pytest.raises(UserError, match=option):
         optim.check_schedule(options_of(**changes))
-
-
-def test_options_know_every_entry_without_importing_torch():
-    kinds = [kind for kind in vars(metrics).values() if "curves" in getattr(kind, "__dict__", ())]
-    curves = {name: curve for kind in kinds for name, curve in kind.curves.items()}
-    tables = {"SCHEDULES": optim.SCHEDULES, "OPTIMIZERS": optim.OPTIMIZERS, "CURVES": curves}
-    tables["POLICIES"] = presets.POLICIES
-    for table, entries in ((getattr(options, name), entries) for name, entries in tables.items()):
-        assert list(table) == list(entries)
-        for name, entry in entries.items():
-            assert {**type(entry)._field_defaults, **table[name]}.items() <= entry._asdict().items()
 
 
 @pytest.mark.parametrize(("scaling", "expected"), [("none", 0.5), ("linear", 0.25), ("sqrt", 0.5 / 2**0.5)])
@@ -302,7 +289,7 @@ def test_optimizers_have_torchvisions_constants_and_the_bits_of_a_loop_over_para
     assert type(optimizer) is type(reference)
     assert {**optimizer.defaults, "foreach": None} == reference.defaults
     # Else a damaged state would fail only in the middle of a step.
-    assert all(state.keys() == set(optim.OPTIMIZERS[opt].moments) for state in optimizer.state.values())
+    assert all(state.keys() == set(choices.OPTIMIZERS[opt].moments) for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize(("changes", "words"), [

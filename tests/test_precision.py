@@ -175,7 +175,7 @@ def test_without_instructions_for_bfloat16_only_a_typed_one_is_done():
         "--amp --amp-dtype bfloat16": ["bfloat16", "--amp: this processor has no instructions"],
         "--recipe digits": [None],
     }
-    code = f"import config, json\nfor argv in {list(commands)}:\n"
+    code = f"import json\nfrom settings import config\nfor argv in {list(commands)}:\n"
     code += " args, lines = config.on_machine(config.parse_args(f'{argv} --synthetic 64 --device cpu'.split()))\n"
     code += " print(json.dumps([args.amp_dtype] + [line for line in lines if 'bfloat16' in line]))"
     command = [sys.executable, "-c", code]

@@ -294,7 +294,7 @@ DOORS = {
     },
     "list with a column split": Door(
         write=by_list("csv", is_one=True), change=(again, "data of"),
-        elsewhere={"bad": "test_lists.py::test_a_list_of_all_splits_says_of_which_each_image_is"},
+        elsewhere={"bad": "test_lists.py::test_one_list_holds_both_splits_if_it_says_of_which_each_image_is"},
     ),
     "pack": Door(write=by_pack, change=(again, "data of"), bad=("--data-path {}/data/train", "val")),
     "pack over HTTP, cold and warm": Door(

@@ -380,7 +380,7 @@ def references_loss(args, output, target, share):
         for weight, hard in [(share, target), (1 - share, target.roll(1))]
     ]
     if args.bce_loss:
-        return loss.BinaryCrossEntropy(target_threshold=args.bce_target_thresh)(output, sum(parts))
+        return loss.BinaryCrossEntropy(bce_target_thresh=args.bce_target_thresh)(output, sum(parts))
     return loss.SoftTargetCrossEntropy()(output, sum(parts))
 
 

@@ -91,10 +91,8 @@ BAD = {
     "labels in some folders": ({"a/1.jpg": "", "a/1.json": '{"label": 0}', "b/1.jpg": "", "b/1.json": "{}"},
                                "holds 'b/1.jpg' without a label"),
     "JSON without a label": ({"1.jpg": "", "1.json": '{"class": 1}'}, "'1.json': expected a JSON object with label"),
-    "no object": ({"1.jpg": "", "1.json": "[1]"}, "expected a JSON object with label"),
     "deep JSON": ({"1.jpg": "", "1.json": "[" * 100_000}, "expected a JSON object with label"),
     "a list": ({"1.jpg": "", "1.json": '{"label": [1, 2]}'}, r"label is \[1, 2\]; expected one name or number"),
-    "a fraction": ({"1.jpg": "", "1.json": '{"label": 1.0}'}, "label is 1.0"),
     "an empty label": ({"1.jpg": "", "1.cls": "\n"}, "label is '.n'; expected one name"),
     "a long label": ({"1.jpg": "", "1.cls": "9" * 5000}, "label is '9{79}; expected one name"),
     "a path": ({"1.jpg": "", "1.cls": "../x"}, "a class cannot be called '../x'"),
@@ -121,7 +119,7 @@ def test_a_key_of_an_earlier_shard_and_shards_that_look_like_class_tars_are_refu
     with pytest.raises(UserError, match=r"x-train-1.tar, '1.cls': an earlier tar has this key"):
         open_source(tmp_path / "train")
     for split, first in (("val", "00000"), ("test", "part0")):
-        with pytest.raises(UserError, match=rf"{first}.tar holds labels beside .* such tars {split}-000000.tar"):
+        with pytest.raises(UserError, match=rf"{first}.tar holds images with labels; .* {split}-000000.tar"):
             open_source(tmp_path / split)
 
 

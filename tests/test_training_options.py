@@ -83,7 +83,7 @@ def step_save_and_resume(name, tmp_path):
     del before
     optimizer.zero_grad()
 
-    args = config.with_shards(args.replaced(world_size=1), None)
+    args = config.assign(args.replaced(world_size=1), None)
     facts = guard.run_facts(args, *data.build_datasets(None, None, args))
     state = RunState(1, facts, {"model": model, "optimizer": optim.OptimizerState(optimizer)}).state_dict()
     torch.save(state, tmp_path / "checkpoint.pth")

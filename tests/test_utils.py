@@ -35,14 +35,6 @@ def test_meters_are_empty_weighted_and_take_numbers_and_tensors():
     assert isinstance(meter.value, float)
 
 
-def test_meter_does_not_wait_for_the_device():
-    # A meta tensor has no value: whoever reads it gets an error.
-    meter = utils.SmoothedValue()
-    meter.update(torch.ones((), device="meta"))
-    with pytest.raises(RuntimeError, match="meta"):
-        _ = meter.value
-
-
 @pytest.mark.parametrize(("start", "count", "print_freq"), [(0, 10, 4), (0, 9, 4), (0, 1, 100), (6, 5, 4), (3, 1, 1)])
 def test_log_every_prints_each_nth_item_and_the_last(capsys, start, count, print_freq):
     logger, due, end = utils.MetricLogger(delimiter="  "), [], start + count
