@@ -112,7 +112,7 @@ def attempt(trouble: str, work: Callable[..., Any], *args: Any) -> bool:
     """
     try:
         work(*args)
-    except Exception as error:  # of any library
+    except (Exception, SystemExit) as error:  # of any library, or of code of the user's own
         if trouble not in _WARNED:
             _WARNED.add(trouble)
             reason = (str(getattr(error, "strerror", None) or error).splitlines() or [""])[0]

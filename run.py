@@ -29,6 +29,7 @@ from models import gradients, optim
 from models.gradients import ShardedStep
 from monitoring.console import first_lines, last_lines, log
 from monitoring.gauges import Clock, Gauges
+from monitoring.loggers import build_loggers
 from monitoring.monitor import Monitor
 from monitoring.pictures import Pictures
 from sampler import TrainSampler, VirtualShards
@@ -136,7 +137,7 @@ class Run(Steps):
         self.first_saved = self.saved = self.position  # nothing to save yet
         self.saving = self.position  # of the save in progress
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
-        self.monitor = Monitor(own_folder, self.state)
+        self.monitor = Monitor(own_folder, self.state, build_loggers(args))
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
         self.gauges = Gauges(args, parts, device)
         self.due = []  # records of windows that have ended, without values that are still on the device

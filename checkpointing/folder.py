@@ -32,8 +32,8 @@ PICTURES = re.compile(r"picture-(?P<tag>[a-z-]+)-(?P<step>\d{8,18})\.(png|json)"
 
 # Every file that a run writes into its output folder; `--overwrite` removes these, except its lock, and no others.
 OWN_FILES = re.compile(
-    rf"({STATE_FILES.pattern}|{PICTURES.pattern}|status\.json|run\.json|metrics\.jsonl|mirrors\.json|log\.txt|recipe\.toml"
-    r"|curves\.png|report\.html|images\.npz|trace\.json\.gz)(\.tmp\.\d+)?"
+    rf"({STATE_FILES.pattern}|{PICTURES.pattern}|status\.json|run\.json|metrics\.jsonl|loggers\.jsonl|mirrors\.json"
+    r"|log\.txt|recipe\.toml|curves\.png|report\.html|images\.npz|trace\.json\.gz)(\.tmp\.\d+)?"
     rf"|\.node-\d+-[0-9a-f]+|\.lock|{EVENT_FILES.pattern}"
 )
 

@@ -101,8 +101,8 @@ def find_hashes(args: Any, data: dict, model: torch.nn.Module, resumed: dict | N
     """
     sets = [[each.get(key) for key in ("num_images", "fingerprint", "sample")] for each in (data, data["val"])]
     names = [name for name, option in BY_NAME.items() if option.resume not in (FREE, SILENT)]
-    texts = [str(getattr(args, name)) for name in [*names, "code", "reference_global_batch"]]
-    options = [os.path.basename(text) if ".py:" in text else text for text in texts]  # files of own code move
+    values = [getattr(args, name) for name in names] + [_code_of_numbers(args.code), args.reference_global_batch]
+    options = [os.path.basename(text) if ".py:" in text else text for text in map(str, values)]  # own code moves
     state = {name: torch.atleast_1d(each) for name, each in model.state_dict().items() if torch.is_tensor(each)}
     # Of rows from all over a tensor: all of ResNet-50 take 20 ms, and as long to come from a device.
     rows = [each[:: len(each) // 16 or 1].cpu().contiguous().flatten() for each in state.values()]
@@ -284,9 +284,14 @@ def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
     return differing
 
 
+def _code_of_numbers(code: str) -> str:
+    """Return a result of `hash_code` without the loggers, which change no number."""
+    return ", ".join(each for each in code.split(", ") if not each.startswith("logger "))
+
+
 def _changed_files(theirs: str, ours: str) -> list[str]:
     """Return in what two results of `hash_code` differ; metrics may come and go, and old ones name no module."""
-    files = [text.split(", ") if text else [] for text in (theirs, ours)]
+    files = [text.split(", ") if text else [] for text in map(_code_of_numbers, (theirs, ours))]
     names = dict.fromkeys(each.rpartition(" ")[0] for each in files[0] + files[1])
     hashes = {name: [[each for each in some if each.rpartition(" ")[0] == name] for some in files] for name in names}
     free = [name for name, (a, b) in hashes.items() if name.startswith("metrics") or (" " in name and not a)]

@@ -113,6 +113,7 @@ def first_lines(args: Any, model: nn.Module, state: RunState, folder: Path) -> l
     return [
         f"{args.model}: {size}, on {device}{kind}, {counted(args.world_size, 'process')}",
         f"{counted(args.epochs, 'epoch')} of {batch}; the output goes to {folder}",
+        f"records go to {', '.join(['metrics.jsonl', *(name for name in args.logger if name != 'none')])}",
         hash_line(state.facts["hashes"]),
     ]
 
@@ -129,8 +130,9 @@ def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
     words += [word for _, given in own for word in given]
     words += ["--metrics", *args.metrics] if args.metrics else []
     model = [word for name, given in own if name == "model" for word in given]
+    curves = f"curves    tensorboard --logdir {shlex.quote(str(folder))}"
     return [
-        f"curves    tensorboard --logdir {shlex.quote(str(folder))}",
+        *([curves] if "tensorboard" in args.logger else []),
         f"evaluate  python {shlex.join([sys.argv[0], *words])}",
         f"report    python -m scripts.report {shlex.quote(str(folder))}",
         f"predict   python -m scripts.predict {shlex.join([str(folder / f'{best}.pth'), 'IMAGES', *model])}",

@@ -1,4 +1,4 @@
-"""Write TensorBoard's event file of a run, made again from the run's other files at each start."""
+"""Write TensorBoard's event file of a run, made again from its records at each start."""
 
 import os
 import socket
@@ -12,6 +12,15 @@ from checkpointing.folder import EVENT_FILES, own_files
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
 
 
+def curves(record: dict) -> dict[str, float]:
+    """Return the points of a record by the tags of their curves; none of an epoch's means."""
+    return {
+        f"{record['kind']}/{name}": value
+        for name, value in record.items()
+        if name not in NOT_DRAWN and isinstance(value, float | int) and record["kind"] != "epoch"
+    }
+
+
 class EventFile:
     """TensorBoard's view of a run: one file, which replaces those of earlier starts.
 
@@ -23,7 +32,9 @@ class EventFile:
         OSError: the file cannot be written; so do the methods, after which it is of no use.
     """
 
-    def __init__(self, folder: Path, records: list[dict], options: dict) -> None:
+    starts_over = True
+
+    def __init__(self, folder: Path, facts: dict) -> None:
         # Not above: they take a tenth of a second, and only rank 0 needs them.
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -33,13 +44,11 @@ class EventFile:
         path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
             self._file = RecordWriter(open(path, "xb"))  # noqa: SIM115
-            self._write(file_version="brain.Event:2")
+            self._add(file_version="brain.Event:2")
             # Makes a running TensorBoard forget the earlier files.
-            self._write(session_log=SessionLog(status=SessionLog.START))
-            rows = [f"| {n.replace('_', '-')} | {str(v).replace('|', '/')} |" for n, v in options.items()]
-            self._write(summary=text("options", "\n".join(["| option | value |", "|---|---|", *rows])))
-            for record in records:
-                self.add(record)
+            self._add(session_log=SessionLog(status=SessionLog.START))
+            rows = [f"| {n.replace('_', '-')} | {str(v).replace('|', '/')} |" for n, v in facts.get("args", {}).items()]
+            self._add(summary=text("options", "\n".join(["| option | value |", "|---|---|", *rows])))
             self._file.flush()
             for old in earlier:
                 old.unlink()
@@ -47,25 +56,20 @@ class EventFile:
             path.unlink(missing_ok=True)
             raise
 
-    def _write(self, step: int = 0, time_s: float | None = None, **content: Any) -> None:
+    def _add(self, step: int = 0, time_s: float | None = None, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         event = Event(wall_time=time.time() if time_s is None else time_s, step=step, **content)
         self._file.write(event.SerializeToString())
 
-    def add(self, record: dict) -> None:
-        """Add the points of a record: values by the tags of their curves; none of an epoch's means."""
+    def write(self, record: dict) -> None:
+        """Add the points of a record."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if record["kind"] == "epoch":
-            return
-        values = [
-            Summary.Value(tag=f"{record['kind']}/{name}", simple_value=value)
-            for name, value in record.items()
-            if name not in NOT_DRAWN and isinstance(value, float | int)
-        ]
-        self._write(record["step"], record["time"], summary=Summary(value=values))
-        self._file.flush()
+        if points := curves(record):
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+            self._add(record["step"], record["time"], summary=Summary(value=values))
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""

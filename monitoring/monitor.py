@@ -1,10 +1,10 @@
-"""Write the records of a run: metrics.jsonl, and TensorBoard's file, which is made from it."""
+"""Write the records of a run: to metrics.jsonl, and from there to its loggers."""
 
 import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,18 @@ from torch import Tensor
 from checkpointing.checkpoint import RunState
 from errors import StorageError, attempt, counted
 from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
-from monitoring.events import EventFile
+from monitoring.loggers import start_loggers
 
 # Kinds of records that are written before an epoch is saved; the others, of evaluations, come after that.
 OF_TRAINING = {"train", "epoch"}
 
 
 class Monitor:
-    """Writes metrics.jsonl and TensorBoard's events of one run; nothing if the folder is None."""
+    """Writes metrics.jsonl of one run, and hands its records to loggers by name; nothing if the folder is None."""
 
-    def __init__(self, folder: Path | None, run: RunState) -> None:
-        self.folder, self.run = folder, run
+    def __init__(self, folder: Path | None, run: RunState, loggers: Mapping[str, Callable]) -> None:
+        self.folder, self.run, self._loggers = folder, run, loggers
         self._pending = b""  # records that could not be written, as on a full disk; written with the next one
-        self._events = None  # after a failure the next record writes the file again
 
     def open(self) -> None:
         """Begin to write; in a resumed run, drop records that an earlier process wrote beyond the resumed state.
@@ -37,6 +36,7 @@ class Monitor:
         try:
             records = self._truncate() if self.run.is_resumed else self.records()
             descriptor = open_regular(self.folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._feeds = start_loggers(self._loggers, self.folder, self.run.facts, self.records)
             sync_folder(self.folder)  # otherwise a power failure could leave a checkpoint without its records
         except OSError as error:
             raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
@@ -44,7 +44,6 @@ class Monitor:
         # Hours of training in all earlier starts of the run.
         self._hours = max((r["hours"] for r in records if isinstance(r.get("hours"), float)), default=0.0)
         self._opened_s = time.monotonic()
-        self._update_events()
 
     def __enter__(self) -> "Monitor":
         return self
@@ -52,9 +51,8 @@ class Monitor:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
         if self.folder is not None:
             self._write_pending()
-            self._update_events()
-            if self._events is not None:
-                self._events.close()
+            for feed in self._feeds:
+                feed.close()
             self._file.close()
 
     def records(self, note: Callable[[str], None] | None = None) -> list[dict]:
@@ -83,7 +81,8 @@ class Monitor:
         record = {"kind": kind, "step": step, "epoch": epoch, **values, "hours": hours, "time": round(time.time(), 3)}
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._write_pending()
-        self._update_events(record)
+        for feed in self._feeds:
+            feed.put(record)
 
     def _write_pending(self) -> None:
         def write() -> None:
@@ -91,22 +90,6 @@ class Monitor:
                 self._pending = self._pending[self._file.write(self._pending) :]
 
         attempt(f"metrics.jsonl in {self.folder} is not written", write)
-
-    def _update_events(self, record: dict | None = None) -> None:
-        """Add a record to TensorBoard's file; make it anew if there is none."""
-
-        def update() -> None:
-            events, self._events = self._events, None
-            if events is None:
-                events = EventFile(self.folder, self.records(), self.run.facts.get("args", {}))
-            elif record is not None:
-                events.add(record)
-            self._events = events
-
-        if self._pending:  # the file would lack them
-            self._events = None
-        else:
-            attempt(f"the file of TensorBoard in {self.folder} is not written", update)
 
     def sync(self) -> int | None:
         """Hand all records to the system; called before a checkpoint is begun.

@@ -49,6 +49,13 @@ class Curve(Choice):
     is_lower_better: bool = False
 
 
+@dataclass(frozen=True)
+class Logger(Choice):
+    """A logger of `--logger`, as `monitoring.loggers` describes them."""
+
+    package: str = ""  # which pip installs, if this project does not
+
+
 SCHEDULES = {
     "cosineannealinglr": Schedule("models.optim:cosine", ("lr_min",), uses_epochs=True),
     "exponentiallr": Schedule("models.optim:decay", ("lr_gamma",)),
@@ -99,6 +106,13 @@ CURVES = {
 }
 METRICS = {name: curve for name, curve in CURVES.items() if name not in ("loss", "acc1", "acc5")}  # of --metrics
 
+LOGGERS = {
+    "tensorboard": Logger("monitoring.events:EventFile"),
+    "wandb": Logger("monitoring.loggers:Wandb", package="wandb"),
+    "mlflow": Logger("monitoring.loggers:MLflow", package="mlflow"),
+    "none": Logger("monitoring.loggers:no_logger"),
+}
+
 # Forms of data, in order of preference; each is a subclass of `loading.source.Source`.
 FORMS = {
     "list": Choice("loading.lists:ListIndex"),
@@ -114,6 +128,7 @@ TABLES: dict[str, tuple[str, Mapping[str, Choice]]] = {
     "auto_augment": ("augmentation policy", POLICIES),
     "lr_scheduler": ("schedule", SCHEDULES),
     "metrics": ("metric", METRICS),
+    "logger": ("logger", LOGGERS),
     "data_path": ("data", {}),
 }
 

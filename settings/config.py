@@ -9,13 +9,14 @@ import sys
 import tomllib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from distributed.launch import Launch, read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
 from settings import options, other_scripts
-from settings.choices import OPTIMIZERS, POLICIES, TABLES
+from settings.choices import LOGGERS, OPTIMIZERS, POLICIES, TABLES
 from settings.custom_code import hash_code, own_code, parse_kwargs
 from settings.options import (
     ALWAYS,
@@ -59,6 +60,11 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: (args.stop_epoch or 0) >= args.epochs,
      "--stop-epoch {stop_epoch} has no effect with --epochs {epochs}"),
 ]  # fmt: skip
+
+
+def is_installed(package: str) -> bool:
+    """Tell whether a package can be imported; the folder that W&B makes for its runs bears the package's name."""
+    return getattr(find_spec(package), "origin", None) is not None
 
 
 def _misnamed(texts: Sequence[str]) -> str | None:
@@ -116,6 +122,14 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "{found} is about one class an image; leave it or --multi-label out"),
     (lambda args: ("balanced_acc" if args.multi_label else "map") in (args.metrics or ()),
      "--metrics: map is of images with several labels, which --multi-label reads; balanced_acc of one class an image"),
+    (lambda args: "none" in args.logger and args.logger != ["none"],
+     "--logger none stands alone; leave it or the others out"),
+    (lambda args: next((name for name in args.logger if [*map(os.path.basename, args.logger)].count(
+        os.path.basename(name)) > 1), None),
+     "--logger {found} is one name for two loggers; give it once, or rename the file of one"),
+    (lambda args: next((LOGGERS[name].package for name in args.logger if name in LOGGERS and LOGGERS[name].package
+                        and not is_installed(LOGGERS[name].package)), None),
+     "--logger needs {found}, which is not installed here: pip install {found}"),
     (lambda args: args.balanced_sampler and args.ra_sampler,
      "--balanced-sampler and --ra-sampler are both orders of the images; give one of them"),
     (lambda args: args.use_deterministic_algorithms and (args.compile or "").startswith("max-autotune"),

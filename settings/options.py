@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from errors import UserError, did_you_mean
-from settings.choices import LOSSES, METRICS, OPTIMIZERS, POLICIES, SCHEDULES, TABLES
+from settings.choices import LOGGERS, LOSSES, METRICS, OPTIMIZERS, POLICIES, SCHEDULES, TABLES
 
 # How a resumed run treats an option that differs from the checkpoint's: FREE options change no result, and the change
 # is printed; SILENT ones differ at every restart; --allow-change must name ON_REQUEST ones. Any other text says why
@@ -106,7 +106,8 @@ class Option:
     def add_to(self, group: Any) -> None:
         """Add it to a group of a parser; its help shows the default, unless that is empty or off."""
         is_empty = self.default is None or self.default is False or self.default == ""
-        text = self.help if is_empty else f"{self.help} (default: {self.default})"
+        default = " ".join(self.default) if isinstance(self.default, list) else self.default
+        text = self.help if is_empty else f"{self.help} (default: {default})"
         settings = {"default": argparse.SUPPRESS, "help": text}
         if self.type is bool:
             group.add_argument(self.flag, action=argparse.BooleanOptionalAction, **settings)
@@ -494,6 +495,9 @@ OPTIONS = {
         Option("--metrics", metavar="NAME", nargs="+", resume=FREE,
                help=f"more metrics in records, curves and the Test: line: {', '.join(METRICS)}, or "
                     "FILE.py:FUNCTION"),
+        Option("--logger", metavar="NAME", default=["tensorboard"], type=lower, nargs="+", resume=FREE, recipe=NEVER,
+               not_with="test_only",
+               help=f"what shows the records besides metrics.jsonl: {', '.join(LOGGERS)}, or FILE.py:FUNCTION"),
         Option("--print-freq", default=10, at_least=1, resume=FREE, help="print a log line every N steps"),
         Option("--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
                recipe=NEVER,

@@ -28,7 +28,7 @@ def run_of(args, folder, model, optimizer, sampler, device, kind=Run):
         sampler=sampler, datasets=(images, images), model=model, metrics=build_metrics(args, len(images.classes)),
         parts={"model": model, "optimizer": optimizer},
     )  # fmt: skip
-    run.monitor = Monitor(None, run.state)
+    run.monitor = Monitor(None, run.state, {})
     return run
 
 

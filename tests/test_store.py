@@ -21,6 +21,7 @@ from checkpointing.schema import check_schema
 from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
 from errors import StorageError, UserError
+from monitoring.events import EventFile
 from monitoring.monitor import Monitor
 from tests.endings import differing, differing_results, flatten, read_points
 from tests.ranks import run_ranks, torchrun_environment, train_rank, wait_for
@@ -163,7 +164,7 @@ def test_a_read_that_fails_is_tried_again_and_then_stops(folder, times, monkeypa
 
 def opened(folder, state):
     """Return what writes the records of a run in a folder."""
-    monitor = Monitor(folder, state)
+    monitor = Monitor(folder, state, {"tensorboard": EventFile})
     monitor.open()
     return monitor
 
@@ -176,9 +177,11 @@ def test_records_on_a_full_disk_end_no_run_and_are_written_later(tmp_path, monke
     monkeypatch.setattr("files.RETRY_S", 0.0)
     with opened(tmp_path, state) as monitor:
         monitor.write("train", 1, 0, loss=1.0)
+        (feed,) = monitor._feeds
+        wait_for(lambda: feed._logger)
         with monkeypatch.context() as patch:
             full = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-            monitor._events._file, file = RecordWriter(full), monitor._file
+            feed._logger._file, file = RecordWriter(full), monitor._file
             monitor._file = full
             patch.setattr("checkpointing.status.write_json", refuse)
             monitor.write("train", 2, 0, loss=2.0)
@@ -190,12 +193,11 @@ def test_records_on_a_full_disk_end_no_run_and_are_written_later(tmp_path, monke
                 status.finish()
             monitor._file = file
         monitor.write("train", 4, 0, loss=4.0)
-        monitor.sync()
-        assert read_points(tmp_path) == {"train/loss": [(step, float(step)) for step in range(1, 5)]}
-        assert len(list(tmp_path.glob("events.*"))) == 1
+    assert read_points(tmp_path) == {"train/loss": [(step, float(step)) for step in range(1, 5)]}
+    assert len(list(tmp_path.glob("events.*"))) == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
-    assert [line.split(" in ")[0] for line in capsys.readouterr().out.splitlines()] == [
-        "warning: metrics.jsonl", "warning: status.json",
+    assert sorted(" ".join(line.split()[:3]) for line in capsys.readouterr().out.splitlines()) == [
+        "warning: logger tensorboard", "warning: metrics.jsonl in", "warning: status.json in",
     ]  # fmt: skip
 
 

@@ -1,0 +1,215 @@
+"""Loggers besides metrics.jsonl: real runs that are killed and resumed, and what their loggers hold then."""
+
+import json
+import struct
+import threading
+from importlib.util import find_spec
+
+import pytest
+
+from errors import UserError
+from monitoring import loggers
+from monitoring.events import curves
+from monitoring.monitor import read_records
+from settings import config
+from tests.endings import MACHINE_FIELDS
+from tests.ranks import run_ranks, train_rank
+from tests.started import SMALL_ANYWHERE
+
+OWN = """
+import json, os
+
+class Lines:
+    def __init__(self, folder, facts):
+        self.file = open(folder / "lines.jsonl", "a")
+        self.add([facts["id"], facts["args"]["epochs"], os.environ.get("RANK", "0")])
+    def add(self, value):
+        self.file.write(json.dumps(value) + "\\n")
+        self.file.flush()
+    def write(self, record):
+        self.add(record)
+        record.clear()  # is its own copy
+    def close(self):
+        self.add("closed")
+
+class Falls(Lines):
+    def __init__(self, folder, facts):
+        self.file = open(folder / "falls.jsonl", "a")
+    def write(self, record):
+        if record["step"] == 2 and not record["kind"] == "epoch":
+            raise ValueError("a bad\\nrecord")
+        self.add(record)
+
+def refuses(folder, facts):
+    raise ConnectionError("no network")
+
+def leaves(folder, facts):
+    raise SystemExit(3)
+"""
+
+
+def train_in(folder, images, names, *argv, world_size=1, faults=()):
+    """Train four epochs of three steps, with a record of each step."""
+    words = [
+        "--data-path", images, "--output-dir", folder / "run", *SMALL_ANYWHERE, "--batch-size", 4, "--epochs", 4,
+        "--global-batch-size", 8, "--print-freq", 1, "--checkpoint-steps", 4, "--use-deterministic-algorithms",
+        "--resume", "auto", *(["--logger", *names] if names else []), *argv,
+    ]  # fmt: skip
+    return run_ranks(train_rank, world_size, [str(word) for word in words], list(faults), log_folder=folder)
+
+
+def exact(records):
+    return [{name: value for name, value in each.items() if name not in MACHINE_FIELDS} for each in records]
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+KILL = "torch.optim.SGD.step"
+
+
+@pytest.mark.dist
+def test_an_own_logger_gets_each_record_once_over_kills_and_the_failures_of_others_end_no_run(image_folder, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    names = [f"{own}:{name}" for name in ("Lines", "refuses", "leaves", "Falls")]
+    first = train_in(tmp_path, image_folder, names, world_size=2, faults=[(0, KILL, 7, "before")])
+    assert first.codes[0] == -9
+    # Without it, then with another content of its file and only one process.
+    assert train_in(tmp_path, image_folder, [], world_size=2, faults=[(0, KILL, 4, "before")]).codes[0] == -9
+    assert not list((tmp_path / "run").glob("*.tmp.*"))
+    own.write_text(OWN + "\n# another content\n")
+    last = train_in(tmp_path, image_folder, ["TensorBoard", *names]).check()
+
+    records = read_records(tmp_path / "run")
+    assert [each["step"] for each in records if each["kind"] == "train"] == list(range(1, 13))
+    lines = lines_of(tmp_path / "run" / "lines.jsonl")
+    starts = [line for line in lines if isinstance(line, list)]
+    assert starts == 2 * [[starts[0][0], 4, "0"]]  # one run, on rank 0 alone
+    assert lines[-1] == "closed"
+    assert exact(line for line in lines if isinstance(line, dict)) == exact(records)
+    falls = [line for line in lines_of(tmp_path / "run" / "falls.jsonl") if line != "closed"]
+    assert exact(falls) == exact(records[:1])  # it falls at step 2 in both starts, and is off from there on
+    for outcome, shown in [(first, "metrics.jsonl"), (last, "metrics.jsonl, tensorboard")]:
+        assert outcome.output.count(f"records go to {shown}, {', '.join(names)}\n") == 1
+        for off, why in [("refuses", "no network"), ("leaves", "SystemExit: 3"), ("Falls", "ValueError: a bad")]:
+            assert outcome.output.count(f"warning: logger own.py:{off} is off until the next start: {why}; ") == 1
+    assert "own.py" not in (tmp_path / "run" / "recipe.toml").read_text()
+
+    assert "holds a run already" in train_in(tmp_path, image_folder, names, "--resume", "").output
+    train_in(tmp_path, image_folder, names, "--resume", "", "--overwrite", "--epochs", 1, "--lr", 0.2).check()
+    *_, (new, *_) = (line for line in lines_of(tmp_path / "run" / "lines.jsonl") if isinstance(line, list))
+    assert new != starts[0][0]  # another run
+
+
+def rows_of_wandb(path):
+    """Yield the records of a file of W&B: LevelDB's log of protocol buffers, in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, payload = path.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, place)
+        payload += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(payload)
+            payload = b""
+
+
+def points_of_wandb(folder):
+    """Return the ids and the points of the runs in a folder, which W&B has kept offline."""
+    ids, points, rows = set(), {}, []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for record in rows_of_wandb(path):
+            ids |= {record.run.run_id} - {""}
+            values = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
+            rows += [record.history.step.num] if values else []
+            for name, value in values.items():
+                points.setdefault(name, []).append((values["step"], value))
+    assert rows == sorted(set(rows))
+    return ids, {name: values for name, values in points.items() if "/" in name}
+
+
+def points_of_mlflow(folder):
+    """Return the ids and the points of the runs in a folder of MLflow."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("touchstone").experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"]
+    assert runs[0].data.params["print_freq"] == "1"
+    points = {
+        name: [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
+        for run in runs
+        for name in run.data.metrics
+    }
+    return {run.info.run_id for run in runs}, points
+
+
+@pytest.mark.parametrize(("name", "points_of"), [("wandb", points_of_wandb), ("mlflow", points_of_mlflow)])
+def test_a_resumed_run_is_the_same_one_elsewhere_too(name, points_of, image_folder, tmp_path):
+    pytest.importorskip(name)
+    own = tmp_path / "own.py"
+    own.write_text(f"""
+import os, time
+
+os.environ["WANDB_MODE"] = "offline"
+os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.05"  # seconds; a kill loses what W&B has not written yet
+os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///{tmp_path}/mlflow.db"
+
+def rate(epoch, epochs):
+    time.sleep(0.02)
+    return 1
+""")
+    argv = ["--lr-scheduler", f"{own}:rate", "--lr-per-step"]
+    outcome = train_in(tmp_path, image_folder, [name], *argv, faults=[(0, KILL, 9, "before")])
+    assert outcome.codes == [-9], outcome.output
+    train_in(tmp_path, image_folder, [name], *argv).check()
+    expected = {}
+    for record in read_records(tmp_path / "run"):
+        for tag, value in curves(record).items():
+            expected.setdefault(tag, []).append((record["step"], value))
+    ids, points = points_of(tmp_path / "run" if name == "wandb" else tmp_path)
+    assert len(ids) == 1
+    assert points.keys() == expected.keys()
+    for tag, pairs in expected.items():
+        assert [step for step, _ in points[tag]] == [step for step, _ in pairs]
+        if tag.partition("/")[2] not in MACHINE_FIELDS:
+            assert [value for _, value in points[tag]] == pytest.approx([value for _, value in pairs], rel=1e-12)
+
+
+def test_a_logger_that_never_answers_makes_nothing_wait(monkeypatch, capsys):
+    monkeypatch.setattr(loggers, "CLOSE_S", 0.1)
+    feed = loggers.Feed("dead", lambda: threading.Event().wait(), list, None)
+    feed.put({"kind": "train", "step": 1})
+    feed.close()
+    assert "logger dead has not ended" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["wandbb"],
+        ["none", "tensorboard"],
+        ["tensorboard", "tensorboard"],
+        ["a/own.py:Lines", "b/own.py:Lines"],
+        *([name] for name in ("wandb", "mlflow") if find_spec(name) is None),
+    ],
+)
+def test_names_that_cannot_be_used_are_refused_before_anything_is_done(names):
+    with pytest.raises(UserError, match="--logger") as caught:
+        config.parse_args(["--synthetic", "8", "--logger", *names])
+    assert caught.value.exit_code == 2
+    if names in (["wandb"], ["mlflow"]):
+        assert f"pip install {names[0]}" in str(caught.value)
+
+
+def test_a_folder_of_wandbs_name_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb_runs").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not config.is_installed("wandb_runs")
+    assert config.is_installed("tensorboard")
