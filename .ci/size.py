@@ -1,8 +1,10 @@
-"""Print the size of the project, and fail where a figure has grown past its ceiling in .ci/ceilings.json.
+"""Print the size of the project, and fail where a figure is far above its ceiling in .ci/ceilings.json.
 
-A ceiling only falls, unless the commit that raises it says why. `python .ci/size.py --lower` lowers those that can be.
+Code is counted without docstrings, comments and blank lines. A ceiling has 2 % of room, so that a small change passes;
+it only falls, unless the commit that raises it says why. `python .ci/size.py --lower` lowers those that can be.
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -11,11 +13,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = ROOT / ".ci" / "ceilings.json"
+ROOM = 1.02
+
+OWNERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)  # of docstrings
+BLOCKS = (*OWNERS[1:], ast.If, ast.For, ast.While, ast.With, ast.Try)  # whose bodies are counted by themselves
 
 
-def count_lines(paths: list[str]) -> int:
-    """Return the number of lines, as `wc -l` counts them."""
-    return sum((ROOT / path).read_bytes().count(b"\n") for path in paths)
+def count_code(text: str) -> int:
+    """Return the number of a module's lines of code: those of a statement or an expression, docstrings apart."""
+    nodes = list(ast.walk(ast.parse(text)))
+    docstrings = [node.body[0] for node in nodes if isinstance(node, OWNERS) and ast.get_docstring(node) is not None]
+    ignored = {id(each) for docstring in docstrings for each in (docstring, docstring.value)}
+    numbers = set()
+    for node in nodes:
+        if hasattr(node, "lineno") and id(node) not in ignored:
+            numbers.update(range(node.lineno, 1 + (node.lineno if isinstance(node, BLOCKS) else node.end_lineno)))
+    rows = text.splitlines()
+    return sum(not rows[number - 1].strip().startswith("#") and rows[number - 1].strip() != "" for number in numbers)
 
 
 def measure() -> dict[str, int]:
@@ -28,26 +42,28 @@ def measure() -> dict[str, int]:
     sys.path.insert(0, str(ROOT))
     from settings.options import BY_NAME
 
+    code = {path: count_code((ROOT / path).read_text(encoding="utf-8")) for path in python if path not in tests}
+    tools = [path for path in code if path.startswith(("scripts/", ".ci/"))]
     return {
-        "lines of code without tests": count_lines([path for path in python if path not in tests]),
-        "lines of tests": count_lines(tests),
-        "bytes of README.md and docs/": sum((ROOT / path).stat().st_size for path in pages),
+        "core, lines of code": sum(lines for path, lines in code.items() if path not in tools),
+        "tools, lines of code": sum(code[path] for path in tools),
+        "tests, lines": sum((ROOT / path).read_bytes().count(b"\n") for path in tests),
+        "README.md and docs/, bytes": sum((ROOT / path).stat().st_size for path in pages),
         "options": len(BY_NAME),
         "error classes": len(re.findall(r"^class \w+Error\(", (ROOT / "errors.py").read_text(), flags=re.M)),
-        "modules at the top": sum("/" not in path for path in python),
-        "bytes of the largest tracked file": max((ROOT / path).stat().st_size for path in files),
     }
 
 
 def main() -> int:
-    """Print a table; return 1 if a figure is above its ceiling."""
+    """Print a table; return 1 if a figure is above its ceiling and the room."""
     found, ceilings = measure(), json.loads(CEILINGS.read_text())
+    too_large = [name for name, value in found.items() if value > ceilings[name] * ROOM]
     for name, value in found.items():
-        print(f"{name:36} {value:>9,} of {ceilings[name]:>9,}{'  TOO LARGE' if value > ceilings[name] else ''}")
+        print(f"{name:28} {value:>9,} of {ceilings[name]:>9,}{'  TOO LARGE' if name in too_large else ''}")
     if "--lower" in sys.argv:
         lower = {name: min(value, ceilings[name]) for name, value in found.items()}
         CEILINGS.write_text(json.dumps(lower, indent=2) + "\n")
-    return int(any(value > ceilings[name] for name, value in found.items()))
+    return int(bool(too_large))
 
 
 if __name__ == "__main__":
