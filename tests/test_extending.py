@@ -253,11 +253,11 @@ def go_on(started, tmp_path, out, *argv):
 
 def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), flags=re.S)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     mine = tmp_path / "mine.py"
     mine.write_text("\n".join(blocks))
     names = {"model": "net", "opt": "signs", "criterion": "focal", "auto_augment": "quarters",
-             "lr_scheduler": "sawtooth", "metrics": "surest", "data_path": "stripes"}  # fmt: skip
+             "lr_scheduler": "sawtooth", "metrics": "surest", "logger": "Lines", "data_path": "stripes"}  # fmt: skip
     own = [word for name, function in names.items() for word in (BY_NAME[name].flag, f"{mine}:{function}")]
     own += ["--lr", "0.01", "--best-metric", "surest", "--epochs", "3"]
     started.go_on(tmp_path, tmp_path / "whole", *own).check()
@@ -270,6 +270,9 @@ def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_pat
     records = [read_metrics(tmp_path / out / "metrics.jsonl") for out in ("whole", "killed")]
     assert records[0] == records[1]
     assert [r["lr"] for r in records[0] if r["kind"] == "train"] == pytest.approx([0.01, 0.009, 0.008])
+    lines = [(tmp_path / out / "lines.txt").read_text() for out in ("whole", "killed")]
+    assert lines[0] == lines[1]
+    assert lines[0].count("train") == 3
     assert found["args"]["code"] in (tmp_path / "killed" / "recipe.toml").read_text()
 
 
