@@ -25,7 +25,7 @@ from files import read_bytes, retry
 from loading.decode import decode_plainly
 from loading.fill import start_filling
 from loading.forms import check_source, find_sources, open_named, open_source, open_split, remote_options
-from loading.lists import check_apart
+from loading.lists import check_disjoint
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.remote import is_remote
 from loading.source import Source, Subset, count_classes, labels_of, minival_numbers, without
@@ -225,7 +225,7 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> 
     source = open_split(traindir, args) if rest is None else rest
     if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
         print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
-    check_apart(source, source_test)
+    check_disjoint(source, source_test)
     dataset = IndexedImageFolder(traindir, preset_train, args.seed, source)
     check_classes(dataset, dataset_test)
     return dataset, dataset_test

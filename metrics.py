@@ -366,10 +366,10 @@ class Tally:
             self._sums += row
 
     def peek(self) -> tuple[dict[str, Any], int]:
-        """Return what `take` would return now, without starting again; no values if there are no images."""
+        """Return what `compute_and_reset` would return now; no values if there are no images."""
         return self._compute(self._sums) if self._sums[-1] else ({}, 0)
 
-    def take(self) -> tuple[dict[str, Any], int]:
+    def compute_and_reset(self) -> tuple[dict[str, Any], int]:
         """Return the values by name over the batches gathered since the last call, and the number of images."""
         values = self._compute(self._sums)
         self._sums = torch.zeros(self._width, dtype=torch.float64)
@@ -399,7 +399,7 @@ def result_line(values: dict[str, Any], n: int) -> str:
     return " ".join([*words, f"n={n}"])
 
 
-def miscounted(n: int, data_loader: Any) -> list[str]:
+def check_count(n: int, data_loader: Any) -> list[str]:
     """Return a line if a plain loader has not given each image once, as in torchvision; RuntimeError for ours."""
     dataset = getattr(data_loader, "dataset", None)
     if not hasattr(dataset, "__len__") or n == len(dataset):
@@ -410,7 +410,7 @@ def miscounted(n: int, data_loader: Any) -> list[str]:
     return [line]
 
 
-def numbers_of(data_loader: Any) -> Iterator[Tensor | None]:
+def image_numbers(data_loader: Any) -> Iterator[Tensor | None]:
     """Return an iterator over the (B,) image numbers of each batch, or over None if the loader has no numbers."""
     numbers = getattr(data_loader, "numbers", None)
     return itertools.repeat(None) if numbers is None else numbers()

@@ -100,7 +100,7 @@ class BareRun(Steps):
 
 
 class Run(Steps):
-    """A run, restored from a checkpoint or new; as a context it adopts its output folder, and records how it ended.
+    """A run, restored from a checkpoint or new; as a context it claims its output folder, and records how it ended.
 
     `parts` are the objects whose state is saved: model (bare), optimizer, model_ema and scaler; None if it has none.
     """
@@ -149,11 +149,11 @@ class Run(Steps):
     # Start and end
 
     def __enter__(self) -> "Run":
-        """Adopt the folder, open the log and the records, start the watchdog. Collective: every rank must call it.
+        """Claim the folder, open the log and the records, start the watchdog. Collective: every rank must call it.
 
         A finished run's folder is completed too: a kill may have interrupted its last save.
         """
-        self.manager.adopt(self.args.resume, self.state)
+        self.manager.claim(self.args.resume, self.state)
         collectives.call_on_master(self.write_description)
         if collectives.is_main_process():
             log.open(self.folder)
@@ -289,7 +289,7 @@ class Run(Steps):
         if metric_logger.is_line_due:
             self.log(metric_logger)
         if decision.is_written:
-            self.settle()
+            self.wait_for_save()
         if (is_due or decision.is_save_due) and self.has_steps_left and not decision.stop:
             self.save()
         if decision.stop:
@@ -306,7 +306,7 @@ class Run(Steps):
         ranks = f"all {self.args.world_size} ranks" if self.args.world_size > 1 else "the run"
         done = f"{cause}: {ranks} stopped after step {self.state.step}"
         start = time.perf_counter()
-        self.settle()
+        self.wait_for_save()
         if self.saved == self.position:
             raise PreemptedError(f"{done}, which is saved" if self.state.step else f"{done}; nothing to save yet")
         self.save(is_last=True)
@@ -319,7 +319,7 @@ class Run(Steps):
         loader = WatchedLoader(data_loader, self.decisions, self.stop, self.watchdog.beat)
         return loader, partial(self.pictures.observe, kind)
 
-    def take_results(self, results: dict[str, dict[str, Any]]) -> None:
+    def record_results(self, results: dict[str, dict[str, Any]]) -> None:
         """Log and save the results of an evaluation. Collective: every rank must call it."""
         for kind, result in results.items():
             self.monitor.write(kind, **self.here, **result)
@@ -332,11 +332,11 @@ class Run(Steps):
     def log(self, metric_logger: Any) -> None:
         """Show the metrics of all images since the last line, and record an epoch that ends. Collective."""
         self.gather()
-        values, n = self.tally.take()
+        values, n = self.tally.compute_and_reset()
         rate = self.gauges.rates(*self.clock.since("line"))["images_per_s"]
         metric_logger.show({**values, "img/s": rate}, n, self.epoch_tally.peek()[0])
         if not self.has_steps_left:
-            means, _ = self.epoch_tally.take()
+            means, _ = self.epoch_tally.compute_and_reset()
             self.monitor.write("epoch", **self.here, **means, lr=max(group["lr"] for group in self.gauges.groups))
 
     def gather(self) -> None:
@@ -355,7 +355,7 @@ class Run(Steps):
             self.window.add(step)
             self.epoch_tally.add(step)
             if self.due and self.due[0]["step"] == number:
-                values, _ = self.window.take()
+                values, _ = self.window.compute_and_reset()
                 self.monitor.write("train", **values, **self.due.pop(0))
 
     def save(self, *, is_last: bool = False) -> None:
@@ -383,7 +383,7 @@ class Run(Steps):
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
             overflow = f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}"
             raise self.failure(f"{overflow}: gradients overflow float16 at every step (--amp-dtype bfloat16 may help)")
-        self.settle()
+        self.wait_for_save()
         self.saving = self.position
         if self.manager.save(self.state, records=self.monitor.sync(), is_last=is_last):
             self.saved = self.saving
@@ -395,9 +395,9 @@ class Run(Steps):
         kept = "the last checkpoint is kept" if is_saved else "no checkpoint was saved yet"
         return UserError(f"{what}; {kept}; try a lower --lr, a longer warm-up or --clip-grad-norm", exit_code=5)
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for the save that is under way, if there is one. Collective: every rank must call it."""
-        if self.manager.settle():
+        if self.manager.wait_for_save():
             self.saved = self.saving
         self.watchdog.beat()
 

@@ -16,19 +16,19 @@ import torch
 import data
 import utils
 from checkpointing.guard import check_data, check_options, describe_data, find_hashes
-from checkpointing.published import preprocessing_line, settle_preprocessing, start_weights, take_published_options
+from checkpointing.published import choose_preprocessing, preprocessing_line, start_weights, take_published_options
 from checkpointing.store import CheckpointManager
 from data import load_data
 from distributed import collectives
 from distributed.decision import StepDecisions
 from distributed.launch import read_launch
-from distributed.signals import follow_agent, take_signals
+from distributed.signals import follow_agent, start_signal_handling
 from errors import PreemptedError, UserError, end_by, end_process
-from metrics import Accuracy, Tally, build_metrics, miscounted, numbers_of, result_line
+from metrics import Accuracy, Tally, build_metrics, check_count, image_numbers, result_line
 from models import build, gradients, optim
 from models.ema import build_ema
 from models.losses import build_criterion
-from models.teacher import distil
+from models.teacher import add_distillation
 from models.trained import load_evaluated
 from monitoring.console import hash_line, log
 from monitoring.preview import preview
@@ -65,7 +65,7 @@ def train_one_epoch(
     run = run or BareRun(model, device)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
     metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
-    batches, numbers = metric_logger.timed(run.watched(data_loader)), numbers_of(data_loader)
+    batches, numbers = metric_logger.timed(run.watched(data_loader)), image_numbers(data_loader)
     steps = run.steps(len(data_loader))
     precision = build.autocast(args, device)
     for step in metric_logger.log_every(steps, args.print_freq, f"Epoch: [{epoch}]", steps.start):
@@ -134,7 +134,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     header = f"Test: {log_suffix}".rstrip()
     batches = metric_logger.log_every(data_loader, print_freq, header)
     with torch.inference_mode(), torch.random.fork_rng([]):
-        for (image, target), index in zip(batches, numbers_of(data_loader), strict=False):
+        for (image, target), index in zip(batches, image_numbers(data_loader), strict=False):
             if index is not None:
                 seed_device(torch.device(device), EVALUATION, int(index[0]))
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
@@ -145,10 +145,10 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
             if metric_logger.is_line_due:
                 metric_logger.show(*tally.read_local())
     tally.synchronize_between_processes()
-    values, n = tally.take()
+    values, n = tally.compute_and_reset()
     for metric in metrics:
         values |= metric.gather()
-    for line in [result_line(values, n), *miscounted(n, data_loader)]:
+    for line in [result_line(values, n), *check_count(n, data_loader)]:
         print(f"{header} {line}")
     return {**values, "n": n}
 
@@ -189,7 +189,7 @@ def join(args, notes):
     Raises:
         UserError: the processes or the data are not there.
     """
-    decisions = StepDecisions(take_signals(is_training=not args.test_only))
+    decisions = StepDecisions(start_signal_handling(is_training=not args.test_only))
     build.set_up_threads(args)
     collectives.setup_for_distributed(args.rank == 0)
     if args.rank == 0 and not args.test_only:
@@ -209,7 +209,7 @@ def join(args, notes):
 def find_checkpoint(args, manager):
     """Return the final options, and the checkpoint that `--resume` names or None. Collective: every rank must call it.
 
-    Changes nothing in the output folder except its lock. `Run` restores the state, and adopts the folder last.
+    Changes nothing in the output folder except its lock. `Run` restores the state, and claims the folder last.
 
     Raises:
         UserError: the checkpoint cannot be used, or the folder holds a run that no option resumes or removes.
@@ -226,7 +226,7 @@ def find_checkpoint(args, manager):
             raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
         if state is not None:
             args, notes = config.as_trained(args, state["args"])
-            args, origin = settle_preprocessing(args, f"the checkpoint of --resume {args.resume}", state["args"])
+            args, origin = choose_preprocessing(args, f"the checkpoint of --resume {args.resume}", state["args"])
             print(*notes, preprocessing_line(args, origin), sep="\n")
         return args, state
     manager.check(args.resume, overwrite=args.overwrite)
@@ -258,7 +258,7 @@ def main(args):
     weights = None if state else start_weights(args, datasets[1])
     model_without_ddp = build.place_model(build.build_model(args, loading.num_classes, weights), args, device)
     model_ema = build_ema(args, model_without_ddp)
-    criterion = distil(build_criterion(args, datasets[0]), args, model_without_ddp, datasets[1])
+    criterion = add_distillation(build_criterion(args, datasets[0]), args, model_without_ddp, datasets[1])
     metrics = build_metrics(args, loading.num_classes)
     if args.test_only:
         model_ema = load_evaluated(args, model_without_ddp, state)
@@ -282,7 +282,7 @@ def main(args):
                 run.save()
             if run.is_evaluation_due:
                 scored = model_without_ddp, model_ema, criterion, loaders, device, metrics, run
-                run.take_results(evaluate_all(args, *scored))
+                run.record_results(evaluate_all(args, *scored))
 
 
 def cli(args=None):
@@ -290,7 +290,7 @@ def cli(args=None):
     args = args or config.read_command_line()
     try:
         if args.dry_run:
-            take_signals(is_training=False)
+            start_signal_handling(is_training=False)
             build_presets(args), build_metrics(args, 1000)  # find out whether what they name exists
             text = preview(args)  # after which only the first of several processes prints
             print(text)

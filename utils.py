@@ -246,7 +246,7 @@ def init_distributed_mode(args: Any) -> None:
     """
     args.device = getattr(args, "device", None) or collectives.find_accelerator() or "cpu"
     args.dist_url = getattr(args, "dist_url", "env://")
-    launch = collectives.place(getattr(args, "world_size", 1), args.dist_url)
+    launch = collectives.read_rank(getattr(args, "world_size", 1), args.dist_url)
     args.rank, args.world_size, args.distributed = launch.rank, launch.world_size, launch.is_launched
     args.gpu = collectives.choose_gpu(launch, args.device)
     args.dist_backend = collectives.choose_backend(args.device)

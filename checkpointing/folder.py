@@ -1,4 +1,4 @@
-"""The output folder of a run: its files, its lock, the search for a checkpoint, its adoption, and atomic saves."""
+"""The output folder of a run: its files, its lock, the search for a checkpoint, its claim, and atomic saves."""
 
 import errno
 import filecmp
@@ -183,7 +183,7 @@ class CheckpointFolder:
             for path in own_files(self.folder, STATE_FILES)
         )
 
-    def adopt(self, resume: str, found: Found | None, run: RunState) -> None:
+    def claim(self, resume: str, found: Found | None, run: RunState) -> None:
         """Make the folder that of a run, new or restored from `found`; `check` comes first, and nothing can fail after.
 
         Raises:
@@ -207,7 +207,7 @@ class CheckpointFolder:
                 _write(path, found.payload)
             self._link(path, "checkpoint.pth")
             for name in run.bests:
-                self._adopt_best(name, run, resume)
+                self._claim_best(name, run, resume)
             self._delete_old()  # a kill may have kept the last save from it
 
     def _erase(self) -> None:
@@ -217,7 +217,7 @@ class CheckpointFolder:
             if not path.is_dir() and path.name != ".lock":
                 path.unlink(missing_ok=True)
 
-    def _adopt_best(self, name: str, run: RunState, resume: str) -> None:
+    def _claim_best(self, name: str, run: RunState, resume: str) -> None:
         """Make a best checkpoint the one that the resumed state names, or have the state name none."""
         path, record = self.folder / f"{name}.pth", run.bests[name]
         step = step_of(path)

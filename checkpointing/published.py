@@ -62,7 +62,7 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
     """Return the options with the preprocessing that belongs to the model or to its weights, and a line about it.
 
     Training takes that of timm's configuration for timm's models, with the size of training crops, and the options'
-    own for all others, as torchvision's script does. Evaluation takes that of the weights, as `settle_preprocessing`
+    own for all others, as torchvision's script does. Evaluation takes that of the weights, as `choose_preprocessing`
     does; that of a checkpoint to `--resume` is not known yet.
 
     Raises:
@@ -75,15 +75,15 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
         return args, []
     published = resolve_weights(args) if args.weights and not is_stored(args.weights) else None
     if args.test_only and published:
-        args, origin = settle_preprocessing(args, source, *describe_published(published))
+        args, origin = choose_preprocessing(args, source, *describe_published(published))
     elif args.test_only:
         weights = read_weights(args.weights, is_average=args.ema)
-        complete_options(weights, args.model)
-        args, origin = settle_preprocessing(_as_built(args, weights, source), source, weights.options, weights.origin)
+        add_published_options(weights, args.model)
+        args, origin = choose_preprocessing(_as_built(args, weights, source), source, weights.options, weights.origin)
     elif {*PREPROCESSING} <= {*args.given} or not is_timms or find_timm_config(args.model) is None:
         return args, []
     else:
-        args, origin = settle_preprocessing(args, f"--model {args.model}")
+        args, origin = choose_preprocessing(args, f"--model {args.model}")
         if not {"train_crop_size", "val_crop_size"} & {*args.given}:
             args = args.replaced(train_crop_size=args.val_crop_size)
             origin += f"; --train-crop-size {args.train_crop_size} likewise"
@@ -105,7 +105,7 @@ def _as_built(args: Any, weights: Weights, source: str) -> Any:
     return args.replaced(**{name: value for name, value in known.items() if name not in args.given})
 
 
-def complete_options(weights: Weights, model: str) -> None:
+def add_published_options(weights: Weights, model: str) -> None:
     """Add to the options of weights those that timm's script implies, or that are published with a bare state dict.
 
     A bare state dict is known by the name of its file, or of its repository on the Hugging Face hub.
@@ -132,7 +132,7 @@ def complete_options(weights: Weights, model: str) -> None:
                 break
 
 
-def settle_preprocessing(
+def choose_preprocessing(
     args: Any,
     source: str,
     options: Mapping[str, Any] = MappingProxyType({}),

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on any number of processes: found, restored, adopted and saved by all ranks together."""
+"""The checkpoints of a run on any number of processes: found, restored, claimed and saved by all ranks together."""
 
 import secrets
 import time
@@ -21,8 +21,8 @@ from files import read_bytes, read_json
 class CheckpointManager:
     """The checkpoints of a run. Methods are collective and fail on every rank alike, unless they say otherwise.
 
-    A start calls `lock`, `read` and `check` before it builds anything, and `adopt` once the state is restored. A save
-    is written beside the training. It counts as made when `settle` says so, on all ranks after the same step.
+    A start calls `lock`, `read` and `check` before it builds anything, and `claim` once the state is restored. A save
+    is written beside the training. It counts as made when `wait_for_save` says so, on all ranks after the same step.
 
     Args:
         folder: the output folder, shared by all nodes or one on each.
@@ -49,7 +49,7 @@ class CheckpointManager:
         about = {"keep_last": args.keep_last, "minutes": args.checkpoint_minutes, "save_per_node": args.save_per_node}
         return cls(Path(args.output_dir), **about)
 
-    # A start: find the checkpoint, and adopt it once the run has restored it
+    # A start: find the checkpoint, and claim its folder once the run has restored it
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends, as `CheckpointFolder.acquire`."""
@@ -87,9 +87,9 @@ class CheckpointManager:
         """Check that the folder may be written to, as `CheckpointFolder.check`."""
         collectives.call_on(self._writers, partial(self._files.check, resume, overwrite=overwrite))
 
-    def adopt(self, resume: str, run: RunState) -> None:
-        """Make the folder that of the restored run, as `CheckpointFolder.adopt`."""
-        collectives.call_on(self._writers, self._files.adopt, resume, self._found, run)
+    def claim(self, resume: str, run: RunState) -> None:
+        """Make the folder that of the restored run, as `CheckpointFolder.claim`."""
+        collectives.call_on(self._writers, self._files.claim, resume, self._found, run)
         run.bests = collectives.gather_plain(run.bests)[0]
         self._found = None
         self._last_s = time.monotonic()
@@ -102,24 +102,24 @@ class CheckpointManager:
 
     @property
     def is_written(self) -> bool:
-        """Whether rank 0 has written a save that `settle` has yet to report; False on others. Not collective."""
+        """Whether rank 0 has written a save that `wait_for_save` has yet to report; False on others. Not collective."""
         return self._saving is not None and collectives.is_main_process() and self._saving.done()
 
     def save(self, run: RunState, *, records: int | None = None, is_last: bool = False) -> bool:
-        """Begin to save the run after a step that is the same on every rank, once the save before is settled.
+        """Begin to save the run after a step that is the same on every rank, once the save before is waited for.
 
         Args:
             run: the state to save.
             records: descriptor of a file to make durable first.
-            is_last: whether this is the run's last save, which is settled at once.
+            is_last: whether this is the run's last save, which is waited for at once.
 
         Returns:
             Whether the last save is made; False for other saves, whose outcome is not known yet.
 
         Raises:
-            StorageError: as `settle`.
+            StorageError: as `wait_for_save`.
         """
-        self.settle()
+        self.wait_for_save()
         self._step, self._best_now, self._saving = run.step, run.best_now, Future()
         if collectives.is_main_process():
             state = run.state_dict() if is_last else copy_to_host(run.state_dict())
@@ -127,9 +127,9 @@ class CheckpointManager:
         else:
             self._saving.set_result(None)
         self._last_s = time.monotonic()
-        return is_last and self.settle(is_last=True)
+        return is_last and self.wait_for_save(is_last=True)
 
-    def settle(self, *, is_last: bool = False) -> bool:
+    def wait_for_save(self, *, is_last: bool = False) -> bool:
         """Wait for the save in progress, if there is one; return whether it is made.
 
         A failure is printed with its cause, and training continues with the earlier checkpoints in place. Other nodes

@@ -142,7 +142,7 @@ def setup_for_distributed(is_master: bool) -> None:
     builtins.print = print_on_master
 
 
-def place(world_size: int, dist_url: str) -> Launch:
+def read_rank(world_size: int, dist_url: str) -> Launch:
     """Return this process's rank among the others, by its launcher's variables, or by RANK and `--world-size`.
 
     Raises:

@@ -87,7 +87,7 @@ def end_imports() -> None:
     gc.enable()
 
 
-def take_signals(*, is_training: bool) -> Signals:
+def start_signal_handling(*, is_training: bool) -> Signals:
     """Return the signals since the script began; a process that does not train leaves them to their default handlers.
 
     Raises:

@@ -176,7 +176,7 @@ def _is_number(label: str) -> bool:
     return label.isdecimal() and len(label) < 19
 
 
-def check_apart(train: Source, val: Source) -> None:
+def check_disjoint(train: Source, val: Source) -> None:
     """Raise UserError if both splits, at least one of them a list, hold the same file, also by a link."""
     if not (isinstance(train, ListIndex) or isinstance(val, ListIndex)):
         return

@@ -326,7 +326,7 @@ def open_store(url: str) -> HttpStore | ObjectStore:
     return (HttpStore if parts.scheme.startswith("http") else ObjectStore)(url.rstrip("/"))
 
 
-def with_patience(
+def retry_requests(
     work: Callable[[], T], where: str, timeout_s: float, remedy: str = "--resume auto goes on; or raise --io-timeout"
 ) -> T:
     """Return the result of `work`; after a failure that may pass try again, with growing waits, for `timeout_s`.
@@ -493,7 +493,7 @@ class RemotePack(ArraySource):
         where = f"{self.url}/{index_name(split)}"
         for attempt in (1, 2):  # once more where the network spoilt it
             try:
-                content = with_patience(partial(read_whole, self.store, index_name(split)), where, timeout_s)
+                content = retry_requests(partial(read_whole, self.store, index_name(split)), where, timeout_s)
                 self.pack, self.names, self.columns = decode_index(content, where)
                 break
             except ImageError as error:
@@ -544,7 +544,7 @@ class RemotePack(ArraySource):
 
         for _ in range(2):
             try:
-                content = with_patience(read, where, self.timeout_s)
+                content = retry_requests(read, where, self.timeout_s)
             except UserError as error:
                 raise ImageError(str(error)) from error
             offsets = (self.columns["offsets"][number : last + 1] - start).tolist()

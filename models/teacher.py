@@ -69,7 +69,7 @@ class Distillation(nn.Module):
         return (1 - self.alpha) * self.criterion(output, target) + self.alpha * loss
 
 
-def distil(criterion: nn.Module, args: config.Resolved, student: nn.Module, val: Dataset) -> nn.Module:
+def add_distillation(criterion: nn.Module, args: config.Resolved, student: nn.Module, val: Dataset) -> nn.Module:
     """Return the criterion, with a `Distillation` around it for training with `--teacher`; UserError for a misfit.
 
     `student` is the bare model on its device; the classes' names are those of the validation set `val`.

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from checkpointing.published import complete_options, settle_preprocessing
+from checkpointing.published import add_published_options, choose_preprocessing
 from checkpointing.weights import Weights
 from errors import in_one_line, one_line
 from models.build import build_model, check_name, compile_model, count_classes, load_resized
@@ -28,7 +28,7 @@ def build_evaluated(
         is_typed: the command line names the model, so its own file may be run.
     """
     check_name(name)
-    complete_options(weights, name)
+    add_published_options(weights, name)
     # Those of another script may have other values than ours.
     known = {key: value for key, value in weights.options.items() if key in BY_NAME}
     options = {key: value for key, value in known.items() if value is None or BY_NAME[key].is_value(value)}
@@ -39,7 +39,7 @@ def build_evaluated(
     chosen = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1, in_chans=in_chans, **given)
     with in_one_line(source):
         args, _ = config.as_trained(config.resolve(chosen, typed=typed), options)
-    args, origin = settle_preprocessing(args, source, weights.options, weights.origin)
+    args, origin = choose_preprocessing(args, source, weights.options, weights.origin)
     if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
         args = args.replaced(weights=options["weights"])
     args = args.replaced(distributed=False)

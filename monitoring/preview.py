@@ -31,7 +31,7 @@ def preview(args: Any) -> str:
     config.find_device(args)
     if args.resume not in ("", "auto") and not Path(args.resume).is_file():
         raise UserError(f"--resume {args.resume} is not a file")
-    launch = collectives.place(args.world_size, args.dist_url)
+    launch = collectives.read_rank(args.world_size, args.dist_url)
     collectives.setup_for_distributed(launch.rank == 0)
     args = args.replaced(world_size=launch.world_size, distributed=False)
     args, notes = take_published_options(config.assign(args, state=None))

@@ -22,7 +22,14 @@ from loading.progress import Progress
 from models.build import autocast, place_model, set_up_device
 from scripts.predict import load_batches
 from scripts.tool import build_parser, given_path, output_file, positive, run, write_output
-from scripts.trained import add_machine_options, add_options, build_trained, read_weights, settle, show_preprocessing
+from scripts.trained import (
+    add_machine_options,
+    add_options,
+    build_trained,
+    read_weights,
+    show_preprocessing,
+    tool_options,
+)
 from settings.options import PREPROCESSING
 
 PROG = "python -m scripts.average"
@@ -136,7 +143,7 @@ def with_new_statistics(weights: Weights, options: argparse.Namespace) -> tuple[
     layers = find_layers(trained.model)
     if not layers:
         raise UserError(f"{source}: {trained.args.model} has no BatchNorm; leave out --reestimate-bn")
-    args = settle(trained, options)
+    args = tool_options(trained, options)
     root = Path(options.reestimate_bn) / "train"
     images = IndexedImageFolder(root, trained.preset, source=open_source(root, args.multi_label))
     chosen = choose_images(len(images), options.images, args.batch_size)

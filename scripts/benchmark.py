@@ -211,7 +211,7 @@ class LoggedRun(BareRun):
             float(grad_norm + nn.utils.get_total_norm(self.parameters))
         if metric_logger.is_line_due:
             self.tally.synchronize_between_processes()
-            metric_logger.show(*self.tally.take())
+            metric_logger.show(*self.tally.compute_and_reset())
 
 
 class OurLoop(BareStep):

@@ -27,13 +27,13 @@ from loading.decode import decode_plainly
 from loading.forms import open_named
 from loading.progress import Progress
 from loading.source import Source, labels_of
-from metrics import bootstrap_interval, calibration_error, numbers_of, rank_classes
+from metrics import bootstrap_interval, calibration_error, image_numbers, rank_classes
 from models.build import FlipAverage, autocast, place_model, set_up_device, set_up_threads
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from presets import build_presets
 from scripts.report import draw_confusion, page, saved, show_images, table
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
-from scripts.trained import Trained, add_machine_options, add_options, open_given, settle
+from scripts.trained import Trained, add_machine_options, add_options, open_from_options, tool_options
 
 PROG = "python -m scripts.evaluate"
 
@@ -165,7 +165,7 @@ def score_set(each: ImageSet, model: nn.Module, loader: data.DeviceLoader, k: in
     labels = torch.from_numpy(each.labels)
     rows = [torch.zeros(0, 3 + 2 * k, dtype=torch.float64)]
     progress = Progress(f"evaluating on {each.name}", len(loader.loader.sampler), "images")
-    for (image, _), keys in zip(loader, numbers_of(loader), strict=True):
+    for (image, _), keys in zip(loader, image_numbers(loader), strict=True):
         ranked = _rank(each.columns, model(image), labels[keys].to(image.device), k)
         rows.append(torch.cat([keys[:, None].to(ranked.device), ranked], dim=1))
         progress.update(len(keys))
@@ -330,8 +330,8 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
 def evaluate(options: argparse.Namespace) -> None:
     """Write the files that were asked for, and print the results. Collective: every rank must call it."""
     validate(options)
-    trained = open_given(options)
-    args = settle(trained, options, is_alone=False)
+    trained = open_from_options(options)
+    args = tool_options(trained, options, is_alone=False)
     num_classes = trained.count_classes()
     sets, names = open_sets(options, trained, num_classes)
     for each in sets:

@@ -18,7 +18,17 @@ from errors import UserError, counted, in_one_line, require_package
 from files import read_json
 from loading.progress import size_text
 from scripts.tool import as_json, build_parser, given_path, make_out, own_stdout, run, write_output
-from scripts.trained import EXTRA_FILE, FORMAT, OPTIONS, Trained, add_options, checked, open_given, open_graph, packed
+from scripts.trained import (
+    EXTRA_FILE,
+    FORMAT,
+    OPTIONS,
+    Trained,
+    add_options,
+    checked,
+    open_from_options,
+    open_graph,
+    packed,
+)
 from settings.options import short_name
 
 PROG = "python -m scripts.export"
@@ -191,7 +201,7 @@ def export(options: argparse.Namespace) -> None:
     for form in chosen:
         for package in FORMS[form][1]:
             require_package(package, f"--format {form}")
-    trained = open_given(options)
+    trained = open_from_options(options)
     make_out(options.output, "--output")
     job = Export(trained, options)
     for form in chosen:

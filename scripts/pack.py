@@ -28,7 +28,7 @@ from loading.forms import check_source, find_sources, open_source
 from loading.index import encode
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
-from loading.remote import encode_index, in_child, index_name, open_store, read_whole, with_patience
+from loading.remote import encode_index, in_child, index_name, open_store, read_whole, retry_requests
 from loading.source import Source
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, parse_manifest
 from scripts.tool import (
@@ -235,7 +235,7 @@ class Bucket:
         return self.url
 
     def _patiently(self, work: Callable[[], Any], file: str = "") -> Any:
-        return with_patience(work, f"{self.url}/{file}", UPLOAD_S, "the same command continues after the whole shards")
+        return retry_requests(work, f"{self.url}/{file}", UPLOAD_S, "the same command continues after the whole shards")
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each object, by its name."""

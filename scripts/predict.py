@@ -24,7 +24,7 @@ from loading.source import IMG_EXTENSIONS
 from presets import ClassificationPresetEval
 from scripts.report import page, show_images, table
 from scripts.tool import as_json, build_parser, given_path, output_file, own_stdout, positive, run, write_output
-from scripts.trained import add_machine_options, add_options, open_given, settle
+from scripts.trained import add_machine_options, add_options, open_from_options, tool_options
 
 PROG = "python -m scripts.predict"
 
@@ -184,11 +184,11 @@ def predict(options: argparse.Namespace) -> int:
         images = [image for path in options.images for image in find_images(path)]
         if not images:
             raise UserError("no images: the lists name none")
-        trained = open_given(options, is_predicting=True)
+        trained = open_from_options(options, is_predicting=True)
         is_multi_label = bool(trained.args.multi_label)
         truths = [truth for _, truth in images]
         truths = truths if is_multi_label else find_truths(images, dict.fromkeys(trained.classes or ()))
-        device = torch.device(settle(trained, options).device)
+        device = torch.device(tool_options(trained, options).device)
         model = trained.model if device.type == "cpu" else trained.model.to(device)
         score = partial(_top, lambda image: model(image.to(device)), trained.classes, options, is_multi_label)
         results = list(predict_all(trained.preset, score, [path for path, _ in images], options.batch_size))

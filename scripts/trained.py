@@ -95,7 +95,7 @@ def add_machine_options(parser: argparse.ArgumentParser, batch_size: int = 128) 
     add_train_option(parser, "device", "cuda, cpu ... (default: the accelerator of this machine, else cpu)")
 
 
-def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Resolved:
+def tool_options(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Resolved:
     """Return the options with which a tool evaluates a model on this machine.
 
     The tool's own replace the checkpoint's where they have the names of train.py's. If `is_alone`, it is one process.
@@ -112,7 +112,7 @@ def settle(trained: Trained, options: argparse.Namespace, *, is_alone: bool = Tr
     return args.replaced(distributed=args.world_size > 1)
 
 
-def open_given(options: argparse.Namespace, *, is_predicting: bool = False) -> Trained:
+def open_from_options(options: argparse.Namespace, *, is_predicting: bool = False) -> Trained:
     """Return the model that the arguments of `add_options` name, and print how its images are prepared.
 
     A tool that ranks classes takes no model of several labels an image. Exported graphs, which compute on the CPU, are

@@ -421,7 +421,7 @@ def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
     """
     from distributed import collectives  # not above: help need not wait for torch
 
-    launch = collectives.place(args.world_size, args.dist_url)
+    launch = collectives.read_rank(args.world_size, args.dist_url)
     device, cores = find_device(args), collectives.count_cores()
     if args.sync_bn and device.startswith("cpu"):
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")

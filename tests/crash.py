@@ -80,17 +80,17 @@ def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | Non
     files.RETRY_S = 0.01  # no disk here needs a second
     store.ThreadPoolExecutor = partial(Writer, is_late)
     watch = Watch(folder / "disk", folder / "log", trouble, counted)
-    save, settle, resume = CheckpointManager.save, CheckpointManager.settle, RunState.resume
-    take_results, position = run.Run.take_results, None
+    save, wait_for_save, resume = CheckpointManager.save, CheckpointManager.wait_for_save, RunState.resume
+    record_results, position = run.Run.record_results, None
 
     def noted_save(manager, run, **options):
         nonlocal position
-        manager.settle()
+        manager.wait_for_save()
         position = run.step, run.is_evaluated
         return save(manager, run, **options)
 
     def noted_settle(manager, **options):
-        is_saved = settle(manager, **options)
+        is_saved = wait_for_save(manager, **options)
         if is_saved:
             watch.note("saved", *position)
             if position == stop_at:
@@ -104,10 +104,10 @@ def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | Non
     def planned(self, results):
         for kind, result in results.items():
             result["acc1"] = ACCURACY[kind][self.state.step]
-        take_results(self, results)
+        record_results(self, results)
 
-    CheckpointManager.save, CheckpointManager.settle, RunState.resume = noted_save, noted_settle, noted_resume
-    run.Run.take_results = planned
+    CheckpointManager.save, CheckpointManager.wait_for_save, RunState.resume = noted_save, noted_settle, noted_resume
+    run.Run.record_results = planned
 
 
 class Start(NamedTuple):

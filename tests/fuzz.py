@@ -266,7 +266,7 @@ def case_checkpoint(bench: Bench, folder: Path, rng: random.Random) -> None:
         return
     run = bench.run(args)
     run.resume(state, None, args.epochs)
-    manager.adopt(args.resume, run)
+    manager.claim(args.resume, run)
     if run.steps == run.steps_per_epoch:
         run.start_epoch(run.epoch + 1)
     make_step(run)

@@ -63,15 +63,15 @@ def test_a_file_that_is_written_in_place_is_found(tmp_path):
 
 
 def hide_failures():
-    settle = store.CheckpointManager.settle
+    wait_for_save = store.CheckpointManager.wait_for_save
 
     def forget(manager, **options):
         was_saving = manager.is_written
         with suppress(StorageError):
-            settle(manager, **options)
+            wait_for_save(manager, **options)
         return was_saving
 
-    store.CheckpointManager.settle = forget
+    store.CheckpointManager.wait_for_save = forget
 
 
 def test_a_save_that_hides_that_it_failed_is_found(tmp_path):

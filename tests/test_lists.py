@@ -175,11 +175,11 @@ def test_a_file_is_known_by_every_path_and_link_to_it(folder, tmp_path, monkeypa
     path = {"absolute": f"{folder}/{row['path']}", "link": "l.jpg", "linked folder": f"links/{row['path'][4:]}"}[way]
     write_list(folder / "train.csv", [*rows_of(folder, "train", folder), row | {"path": path}])
     with pytest.raises(UserError, match=r"train.csv and .*/val both hold 1 image, such as"):  # a list and a folder
-        lists.check_apart(open_source(folder / "train"), open_source(folder / "val"))
+        lists.check_disjoint(open_source(folder / "train"), open_source(folder / "val"))
     folder = folder if way == "absolute" else folder.rename(tmp_path / "moved")  # with the index in the cache
     write_list(folder / "val.csv", [row, *others])
     with pytest.raises(UserError, match=r"train.csv and .*val.csv both hold 1 image"):
-        lists.check_apart(open_source(folder / "train"), open_source(folder / "val"))
+        lists.check_disjoint(open_source(folder / "train"), open_source(folder / "val"))
     for label, words in ((row["label"], "twice with this class"), (others[-1]["label"], "with two classes")):
         write_list(folder / "val.csv", [{"path": path, "label": label}, row, *others])
         with pytest.raises(UserError, match=f"line {len(others) + 3}: {path} is listed {words}"):

@@ -192,7 +192,7 @@ def test_a_tally_goes_on_from_four_sums_and_begins_anew_with_others(capsys):
     output, target = torch.tensor([[9.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1])
     tally.update(torch.tensor(2.5), output, target, None)
     tally.synchronize_between_processes()
-    assert tally.take() == ({"loss": 11 / 6, "acc1": 200 / 6, "acc5": 500 / 6}, 6)
+    assert tally.compute_and_reset() == ({"loss": 11 / 6, "acc1": 200 / 6, "acc5": 500 / 6}, 6)
     assert tally.state_dict()["sums"] == [0.0] * 4
     more = metrics.Tally([metrics.Accuracy(), EvenImages()])
     more.load_state_dict({"sums": [6.0, 1.0, 3.0, 4.0]})

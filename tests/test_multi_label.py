@@ -96,7 +96,7 @@ def test_map_and_f1_are_scikit_learns():
         tally.update(torch.tensor(0.0), output, target, None)
         ranked.observe(output, target, None)
     tally.synchronize_between_processes()
-    values = tally.take()[0] | ranked.gather()
+    values = tally.compute_and_reset()[0] | ranked.gather()
     average = average_precision_score(truth[:, :5], scores[:, :5], average="macro")
     assert values["map"] == pytest.approx(100 * average, rel=1e-12)
     assert values["f1_micro"] == pytest.approx(100 * f1_score(truth, scores > 0, average="micro"))

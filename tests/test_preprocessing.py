@@ -14,10 +14,10 @@ from torchvision import transforms
 
 import data
 from checkpointing.archive import load_checkpoint
-from checkpointing.published import complete_options, settle_preprocessing
+from checkpointing.published import add_published_options, choose_preprocessing
 from checkpointing.weights import BARE, Weights
 from errors import UserError
-from models.build import check_model, items
+from models.build import check_model
 from scripts.trained import open_trained
 from settings import config
 from tests.exports import refused as refused_tool
@@ -66,7 +66,7 @@ def made(tmp_path_factory):
     exec(SOURCE, own)
     built = {"timm": timm.create_model("tiny_test", num_classes=3), "own": own["odd"](3)}
     models = {name: settled(model, generator) for name, model in built.items()}
-    for name, model in items():
+    for name, model in models.items():
         torch.save(model.state_dict(), folder / f"{name}.pth")
     return folder, models
 
@@ -233,7 +233,7 @@ def test_timms_weights_are_prepared_as_their_tag_says():
         for file in (known.url and known.url.rpartition("/")[2], f"hf-hub:{known.hf_hub_id}"):
             weights = Weights()
             weights.kind, weights.file, weights.options = BARE, file, {}
-            complete_options(weights, "timm/resnet18")
+            add_published_options(weights, "timm/resnet18")
             found = weights.options
             assert (found["interpolation"], found["mean"]) == (known.interpolation, list(known.mean)), (name, file)
             assert found["val_resize_size"] == math.floor(known.input_size[-1] / known.crop_pct)
@@ -261,11 +261,11 @@ def test_what_a_file_says_and_cannot_be_used_is_refused_and_what_is_not_followed
     args = config.parse_args(["--model", "resnet18", "--test-only", "--weights", "x.pth", "--synthetic"])
     for name, value in [("interpolation", "cubic"), ("val_crop_size", "224"), ("mean", 0.5), ("std", [1, 1])]:
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} "):
-            settle_preprocessing(args, "x.pth", {name: value})
+            choose_preprocessing(args, "x.pth", {name: value})
     weights = Weights()
     weights.script, weights.kind, weights.file = "timm", "the raw weights", "x.pth"
     weights.options = {"model": "timm/resnet18", "crop_mode": "squash"}
-    complete_options(weights, "timm/resnet18")
+    add_published_options(weights, "timm/resnet18")
     assert "squash" in weights.origin
 
 

@@ -33,7 +33,7 @@ from tests.started import damage_flipped, refused, state_of
 def folder(tmp_path):
     files = CheckpointFolder(tmp_path / "out")
     files.acquire()
-    files.adopt("", None, FixedRun(0))
+    files.claim("", None, FixedRun(0))
     return files
 
 
@@ -43,7 +43,7 @@ def folder(tmp_path):
 def test_the_newest_and_the_best_stay(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=2)
     folder.acquire()
-    folder.adopt("", None, FixedRun(0))
+    folder.claim("", None, FixedRun(0))
     for step in range(1, 14):
         assert folder.save(state_at(step), ["best"] * (step == 3)) is None
     assert [path.name for path in numbered(tmp_path)] == ["checkpoint-00000013.pth", "checkpoint-00000012.pth"]
@@ -63,10 +63,10 @@ def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save(tmp_path
 
     assert not is_due(never, 1000.0)
     manager.lock()
-    manager.adopt("", FixedRun(0))
+    manager.claim("", FixedRun(0))
     assert [is_due(manager, now_s) for now_s in (1000.0, 1119.0, 1120.0, 1500.0)] == [False, False, True, True]
     manager.save(FixedRun(1))
-    assert manager.settle()
+    assert manager.wait_for_save()
     assert [is_due(manager, now_s) for now_s in (1500.0, 1619.0, 1620.0)] == [False, False, True]
 
 

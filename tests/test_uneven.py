@@ -112,7 +112,7 @@ def test_balanced_accuracy_and_f1_are_scikit_learns():
     for i in range(0, 200, 30):
         tally.update(torch.tensor(0.0), scores[i : i + 30], torch.from_numpy(truth[i : i + 30]), None)
     tally.synchronize_between_processes()
-    values, _ = tally.take()
+    values, _ = tally.compute_and_reset()
     predicted = scores.argmax(1).numpy()
     with pytest.warns(UserWarning, match="y_pred contains classes not in y_true"):
         assert values["balanced_acc"] == pytest.approx(100 * balanced_accuracy_score(truth, predicted))
