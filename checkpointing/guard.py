@@ -18,6 +18,7 @@ from PIL import features
 
 from distributed import collectives
 from errors import UserError, one_line
+from settings import __version__
 from settings.choices import SCHEDULES, TABLES
 from settings.options import BY_NAME, FREE, SILENT, is_filled_in, is_same_model, parse_allowed
 
@@ -39,6 +40,7 @@ def _describe_set(dataset: Any) -> dict:
 def describe_environment(args: Any) -> dict[str, Any]:
     """Return all that a run's numbers may depend on: versions, processor, code revision, threads and processes."""
     found = {
+        "touchstone": __version__,
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
         "decoder": f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}",

@@ -1,1 +1,3 @@
-"""Code of the user's own, which the command line names."""
+"""Options, recipes and the checks of both, the names to choose from, and the user's own code."""
+
+__version__ = "1.0.0"  # as in pyproject.toml

@@ -10,9 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from errors import UserError, did_you_mean
+from settings import __version__
 from settings.choices import LOGGERS, LOSSES, METRICS, OPTIMIZERS, POLICIES, SCHEDULES, TABLES
 
 # How a resumed run treats an option that differs from the checkpoint's: FREE options change no result, and the change
@@ -586,6 +589,16 @@ class HelpOnWord(argparse.Action):
         parser.exit()
 
 
+class PrintVersion(argparse.Action):
+    """`--version`: this repository's version, and those of torch and torchvision, which are not imported for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print the versions, and exit."""
+        found = [f"{name} {version(name)}" for name in ("torch", "torchvision") if find_spec(name)]
+        print(", ".join([f"touchstone {__version__}", *found]))
+        parser.exit()
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the word that was probably meant."""
 
@@ -648,6 +661,8 @@ def build_parser(*, add_help: bool = True) -> argparse.ArgumentParser:
         parser.add_argument(
             "-h", "--help", metavar="WORD", nargs="?", const="", type=str.lower, action=HelpOnWord, help=text, **nothing
         )
+        text = "print the versions of this repository, torch and torchvision, and exit"
+        parser.add_argument("--version", nargs=0, action=PrintVersion, help=text, **nothing)
     for title, options in OPTIONS.items():
         group = parser if title == "options" else parser.add_argument_group(title)
         for option in options:

@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+import settings
 from checkpointing.checkpoint import RunState
 from checkpointing.status import StatusFile
 from tests.ranks import REPOSITORY
@@ -107,6 +110,7 @@ def test_a_rank_whose_torchrun_is_killed_before_it_has_joined_ends(started, tmp_
     ("argv", "code", "words"),
     [
         (["--help"], 0, "--lr-warmup-epochs"),
+        (["--version"], 0, f"touchstone {settings.__version__}, torch {torch.__version__.partition('+')[0]}"),
         (["--list-recipes", "ffcv"], 0, "resnet18-fast16"),
         (["--synthetic", "--bach-size", "3"], 2, "did you mean --batch-size?"),
         (["--data-path", "nowhere/data/digits"], 2, "-m scripts.make_digits nowhere/data/digits"),
@@ -127,6 +131,13 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(argv, code, wor
     assert not imported & {"torch", "torchvision", "numpy"}
     assert len(said) == (1 if code else 0), said
     assert words in (said[0] if code else outcome.stdout)
+
+
+def test_one_version_everywhere(started):
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    described = json.loads((started.out / "run.json").read_bytes())["environment"]
+    assert project["version"] == settings.__version__ == described["touchstone"]
+    assert f"\n## {settings.__version__} - 20" in (REPOSITORY / "CHANGELOG.md").read_text()
 
 
 def test_closed_standard_files_are_no_reason_to_fail(started, tmp_path):
