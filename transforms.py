@@ -168,6 +168,10 @@ class _Mixing(nn.Module):
             raise ValueError(f"num_classes {num_classes} and alpha {alpha}: expected numbers above 0")
         self.num_classes, self.p, self.alpha, self.inplace = num_classes, p, alpha, inplace
 
+    def extra_repr(self) -> str:
+        """Return the arguments."""
+        return f"num_classes={self.num_classes}, p={self.p}, alpha={self.alpha}, inplace={self.inplace}"
+
     def forward(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Mix (B, C, H, W) floats; turn (B,) int64 classes into (B, num_classes) targets of the batch's dtype."""
         if batch.ndim != 4 or target.ndim != 1:

@@ -273,7 +273,7 @@ def write_recipe(args: Assigned) -> str:
 def parse_args(argv: Sequence[str] | None = None) -> Parsed:
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
     parser = options.build_parser()
-    parser.explain = other_scripts.explain
+    parser.explain, parser.lines_about = other_scripts.explain, other_scripts.lines_about
     typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if "recipe" not in typed:
         return resolve(typed)

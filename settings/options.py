@@ -572,13 +572,11 @@ def parse_allowed(text: str | None) -> set[str]:
 class HelpOnWord(argparse.Action):
     """`--help`, and `--help WORD` for the options that mention it."""
 
-    def __call__(self, parser: argparse.ArgumentParser, _: Any, word: str, __: str | None = None) -> None:
+    def __call__(self, parser: "OneLineParser", _: Any, word: str, __: str | None = None) -> None:
         """Print the help, and exit."""
         if word:
-            from settings.other_scripts import lines_about  # which reads this module's table
-
             found = [action for action in parser._actions if word in f"{action.option_strings} {action.help}".lower()]
-            lines = [] if found else lines_about(word)
+            lines = [] if found or parser.lines_about is None else parser.lines_about(word)
             if not found and not lines:
                 raise UserError(f"--help {word}: no option mentions it")
             formatter = parser.formatter_class(parser.prog)
@@ -602,7 +600,8 @@ class PrintVersion(argparse.Action):
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the word that was probably meant."""
 
-    explain: Callable[..., UserError] | None = None  # from (words, parser)
+    explain: Callable[..., UserError] | None = None  # from (words, parser), of unknown flags
+    lines_about: Callable[[str], list[str]] | None = None  # what other scripts' flags with a word are here
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Refuse --."""

@@ -152,7 +152,7 @@ def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):
 
 
 @pytest.mark.parametrize(("argv", "words"), [
-    ("--multi-label", "--multi-label: the cross-entropy takes one class an image; give --bce-loss"),
+    ("--multi-label", "--multi-label: losses of the softmax take one class an image; give --criterion bce"),
     ("--multi-label / --bce-loss", "--multi-label /: expected one character between labels, and not /"),
     ("--multi-label --bce-loss --label-smoothing 0.1", "--label-smoothing is about one class an image"),
     ("--multi-label --bce-loss --synthetic 64", "--synthetic images have one class"),

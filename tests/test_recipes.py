@@ -267,7 +267,7 @@ def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
         ("--train-crop-size-min 300 --crop-ramp-epochs 1 3", "is above --train-crop-size"),
         ("--stochastic-depth 0.1", "resnet50 has none"),
         ("--dropout 0.1", "has no dropout layer"),
-        ("--world-size 2", "no launcher set RANK"),
+        ("--world-size 2", "no launcher has set RANK"),
     ],
 )
 def test_impossible_combinations_are_one_line(argv, words):
@@ -380,7 +380,7 @@ def references_loss(args, output, target, share):
         for weight, hard in [(share, target), (1 - share, target.roll(1))]
     ]
     if args.bce_loss:
-        return loss.BinaryCrossEntropy(bce_target_thresh=args.bce_target_thresh)(output, sum(parts))
+        return loss.BinaryCrossEntropy(target_threshold=args.bce_target_thresh)(output, sum(parts))
     return loss.SoftTargetCrossEntropy()(output, sum(parts))
 
 
