@@ -21,8 +21,9 @@ def example_targets(args: Any, num_classes: int) -> list[Tensor]:
     """Return the targets of some images, in each form that losses and metrics are given in this run."""
     size = 3 if num_classes == 2 else 2  # no shape fits by chance
     classes, shares = torch.zeros(size, dtype=torch.int64), torch.zeros(size, num_classes)
-    is_mixed = args.mixup_alpha or args.cutmix_alpha
-    return [classes] * (not args.multi_label) + [shares] * bool(args.multi_label or is_mixed)
+    if args.multi_label:
+        return [shares]
+    return [classes, shares] if args.mixup_alpha or args.cutmix_alpha else [classes]
 
 
 def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tuple[int, ...] = (1,)) -> list[Tensor]:

@@ -130,7 +130,9 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     gradients.broadcast_from_master(list(model.buffers()))
     metrics = metrics or [Accuracy()]
     tally, metric_logger = Tally(metrics), utils.MetricLogger(delimiter="  ", is_share=True)
-    observers = [metric.observe for metric in metrics] + [observe] * (observe is not None)
+    observers = [metric.observe for metric in metrics]
+    if observe is not None:
+        observers.append(observe)
     header = f"Test: {log_suffix}".rstrip()
     batches = metric_logger.log_every(data_loader, print_freq, header)
     with torch.inference_mode(), torch.random.fork_rng([]):

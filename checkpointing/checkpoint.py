@@ -51,7 +51,7 @@ class RunState:
         """Record that the epoch has been evaluated, and whether it is the best so far in each kind of `BEST_NAMES`.
 
         The highest value is best, or the lowest where the metric's `Curve` says so; of equal values the one with the
-        lower loss, then the earlier one. Earlier versions saved no loss: their best stays in a tie.
+        lower loss, then the earlier one.
         """
         self.is_evaluated = True
         sign = -1 if CURVES[metric].is_lower_better else 1
@@ -61,7 +61,7 @@ class RunState:
             loss = math.inf if math.isnan(loss) else loss
             best = self.bests[BEST_NAMES[kind]]
             is_first = best is None or best["metric"] != name or not math.isfinite(best["value"])
-            if is_first or (sign * value, -loss) > (sign * best["value"], -best.get("loss", -math.inf)):
+            if is_first or (sign * value, -loss) > (sign * best["value"], -best["loss"]):
                 self.bests[BEST_NAMES[kind]] = {"metric": name, "value": value, "loss": loss, "step": self.step}
 
     @property

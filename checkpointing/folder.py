@@ -143,7 +143,9 @@ class CheckpointFolder:
                 continue
         unusable = own_files(self.folder, STATE_FILES)
         if unusable:
-            reasons = [why for _, why in self._damaged[:3]] + ["more"] * (len(self._damaged) > 3)
+            reasons = [why for _, why in self._damaged[:3]]
+            if len(self._damaged) > 3:
+                reasons.append("more")
             raise UserError(
                 f"{counted(len(unusable), 'checkpoint')} in {self.folder}, none usable: "
                 f"{'; '.join(reasons) or 'all set aside'}. Not starting over: use --overwrite to begin again",

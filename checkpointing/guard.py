@@ -82,7 +82,8 @@ def describe_revision(folder: Path) -> str | None:
     except OSError:
         return None
     commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), None)
-    return commit and commit + "-dirty" * any(not line.startswith("# ") for line in lines)
+    is_dirty = any(not line.startswith("# ") for line in lines)
+    return f"{commit}-dirty" if commit and is_dirty else commit
 
 
 def run_facts(args: Any, train: Any, val: Any, more: dict[str, Any] | None = None) -> dict:
@@ -292,12 +293,11 @@ def _code_of_numbers(code: str) -> str:
 
 
 def _changed_files(theirs: str, ours: str) -> list[str]:
-    """Return in what two results of `hash_code` differ; metrics may come and go, and old ones name no module."""
+    """Return in what two results of `hash_code` differ; metrics may come and go."""
     files = [text.split(", ") if text else [] for text in map(_code_of_numbers, (theirs, ours))]
     names = dict.fromkeys(each.rpartition(" ")[0] for each in files[0] + files[1])
     hashes = {name: [[each for each in some if each.rpartition(" ")[0] == name] for some in files] for name in names}
-    free = [name for name, (a, b) in hashes.items() if name.startswith("metrics") or (" " in name and not a)]
-    return [name for name, (a, b) in hashes.items() if a != b and ((a and b) or name not in free)]
+    return [name for name, (a, b) in hashes.items() if a != b and ((a and b) or not name.startswith("metrics"))]
 
 
 def _is_free(name: str, args: Any) -> bool:
@@ -332,9 +332,11 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
     if name == "code":
-        names = [name.partition(" ") for name in _changed_files(theirs, ours)]
-        changed = ", ".join(f"--{_dashed([option])}{f' ({module})' * bool(module)}" for option, _, module in names)
-        return f"the file of {changed} has another content than the checkpoint's"
+        files = []
+        for file in _changed_files(theirs, ours):
+            option, _, module = file.partition(" ")
+            files.append(f"--{_dashed([option])}" + (f" ({module})" if module else ""))
+        return f"the file of {', '.join(files)} has another content than the checkpoint's"
     notes = {
         "threads": " (CPU threads: OMP_NUM_THREADS)",
         "weights": " (not read: the checkpoint has the run's own)",

@@ -40,7 +40,9 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _is_best(value: Any) -> bool:
-    return value is None or (type(value["metric"]) is str and type(value["value"]) is float and value["step"] >= 0)
+    if value is None:
+        return True
+    return type(value["metric"]) is str and type(value["value"]) is type(value["loss"]) is float and value["step"] >= 0
 
 
 def _is_text(value: Any) -> bool:

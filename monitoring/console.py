@@ -108,7 +108,7 @@ def first_lines(args: Any, model: nn.Module, state: RunState, folder: Path) -> l
     kind = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size = f"{num_parameters:,} parameters" + f", {num_trained:,} trained" * (num_trained < num_parameters)
+    size = f"{num_parameters:,} parameters" + (f", {num_trained:,} trained" if num_trained < num_parameters else "")
     batch = f"{counted(state.steps_per_epoch, 'step')} of {counted(args.global_batch_size, 'image')}"
     return [
         f"{args.model}: {size}, on {device}{kind}, {counted(args.world_size, 'process')}",

@@ -280,7 +280,6 @@ class Pack:
         sizes = self.out.sizes()
         for shard in self.shards:
             record = records.get(shard.file)
-            # Earlier versions could leave out images.
             if record and (record["images"], record["bytes"]) == (shard.stop - shard.start, sizes.get(shard.file)):
                 self.records[shard.file] = record
         if self.records:
