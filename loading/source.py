@@ -23,7 +23,7 @@ _MAX_BYTES = 1 << 30
 class Source(ABC):
     """The images of one split in one format: a file for each image, `root`/`name`, unless a subclass says otherwise.
 
-    A new format is a subclass, and an entry in `forms.FORMS`. Loader processes are forked from the process that opened
+    A new format is a subclass, and a row of `settings.choices.FORMS`. Loader processes are forked from the process that opened
     a source, and share its arrays.
 
     Args:
