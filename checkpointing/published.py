@@ -34,7 +34,7 @@ def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
     weights = read_weights(args.weights, is_average=args.ema)
     read_weights.cache_clear()
     print(f"--weights {args.weights}: {weights.kind}")
-    known = {**recorded(weights.options), "model_kwargs": weights.options.get("model_kwargs")}
+    known = {**usable_preprocessing(weights.options), "model_kwargs": weights.options.get("model_kwargs")}
     known |= {name: fit_statistics(known[name], args.in_chans) for name in STATISTICS if name in known}
     for name in (*STATISTICS, "model_kwargs"):
         if known.get(name) and known[name] != getattr(args, name) and name not in args.given:
@@ -79,7 +79,9 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
     elif args.test_only:
         weights = read_weights(args.weights, is_average=args.ema)
         add_published_options(weights, args.model)
-        args, origin = choose_preprocessing(_as_built(args, weights, source), source, weights.options, weights.origin)
+        args, origin = choose_preprocessing(
+            _with_model_options(args, weights, source), source, weights.options, weights.origin
+        )
     elif {*PREPROCESSING} <= {*args.given} or not is_timms or find_timm_config(args.model) is None:
         return args, []
     else:
@@ -90,7 +92,7 @@ def take_published_options(args: Any) -> tuple[Any, list[str]]:
     return args, [preprocessing_line(args, origin)]
 
 
-def _as_built(args: Any, weights: Weights, source: str) -> Any:
+def _with_model_options(args: Any, weights: Weights, source: str) -> Any:
     """Return the options with the channels and keyword arguments that the model of weights has; refuse another model.
 
     Models of other names, or with another activation, may have weights of the same names and shapes.
@@ -112,7 +114,7 @@ def add_published_options(weights: Weights, model: str) -> None:
     """
     is_timms = model.startswith("timm/")
     if weights.script == "timm" and is_timms:
-        own = recorded(weights.options)
+        own = usable_preprocessing(weights.options)
         if len(own) < len(PREPROCESSING):  # else they are ours, of a converted checkpoint
             own, weights.origin = {}, weights.origin + _note_on_crop(weights.options.get("crop_mode"))
         weights.options |= {**options_of_timm(model, weights.options), **own}
@@ -153,7 +155,7 @@ def choose_preprocessing(
         UserError: one of them is not known from anywhere.
     """
     given = {name: getattr(args, name) for name in PREPROCESSING if name in args.given}
-    known = recorded(options)
+    known = usable_preprocessing(options)
     for name in PREPROCESSING:
         value = options.get(name)
         if value is not None and value != "" and name not in known and name not in given:
@@ -192,7 +194,7 @@ def preprocessing_line(values: Any, origin: str) -> str:
     return f"preprocessing: {words}: {origin}"
 
 
-def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
+def usable_preprocessing(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the preprocessing among the options of a checkpoint, perhaps another script's, in the order of the list.
 
     Values of other types are left out; `Option.check` refuses impossible ones.

@@ -23,8 +23,8 @@ _MAX_BYTES = 1 << 30
 class Source(ABC):
     """The images of one split in one format: a file for each image, `root`/`name`, unless a subclass says otherwise.
 
-    A new format is a subclass, and a row of `settings.choices.FORMS`. Loader processes are forked from the process that opened
-    a source, and share its arrays.
+    A new format is a subclass, and a row of `settings.choices.FORMS`. Loader processes are forked from the process that
+    opened a source, and share its arrays.
 
     Args:
         root: the data path and the split's name; there need not be such a folder.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from checkpointing.folder import numbered
-from checkpointing.published import recorded
+from checkpointing.published import usable_preprocessing
 from checkpointing.weights import Weights, as_checkpoint, average_weights, read_content
 from data import IndexedImageFolder
 from errors import UserError, counted
@@ -80,7 +80,7 @@ def read_mean(sources: list[str], *, is_average: bool) -> Weights:
     def read(source: str) -> Weights:
         weights = read_weights(source, is_average=is_average)
         facts = {"model": weights.options.get("model"), "classes": weights.classes}
-        facts["preprocessing"] = recorded(weights.options) or None
+        facts["preprocessing"] = usable_preprocessing(weights.options) or None
         for name, value in facts.items():
             other = first.setdefault(name, value)
             if None not in (value, other) and value != other:
