@@ -119,9 +119,9 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--multi-label {multi_label}: expected one character between labels, and not /"),
     (lambda args: args.multi_label and next((BY_NAME[name].flag for name in (
         "balanced_sampler", "label_smoothing", "teacher") if getattr(args, name)), None),
-     "{found} is about one class an image; leave it or --multi-label out"),
+     "{found} needs exactly one class per image; remove it or --multi-label"),
     (lambda args: ("balanced_acc" if args.multi_label else "map") in (args.metrics or ()),
-     "--metrics: map is of images with several labels, which --multi-label reads; balanced_acc of one class an image"),
+     "--metrics: map needs several labels per image (--multi-label), balanced_acc exactly one class per image"),
     (lambda args: "none" in args.logger and args.logger != ["none"],
      "--logger none stands alone; leave it or the others out"),
     (lambda args: next((name for name in args.logger if [*map(os.path.basename, args.logger)].count(
@@ -145,7 +145,7 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH"),
     (lambda args: args.ema
      and not (args.weights and (args.weights.startswith("hf-hub:") or os.path.isfile(args.weights))),
-     "--ema is about --weights FILE, and there is no such file; give one, or leave it out"),
+     "--ema loads the average of a file, and --weights names none; give --weights FILE, or remove --ema"),
     (lambda args: args.test_only and args.resume == "auto" and args.output_dir is None,
      "--test-only --resume auto needs --output-dir, the folder to look in"),
 ]  # fmt: skip
