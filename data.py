@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import transforms
-from checkpointing.published import is_stored, take_published_options
+from checkpointing.published import choose_published_options, is_stored
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import BadImageError, ImageError, UserError, counted, in_one_line
@@ -290,7 +290,7 @@ def _assign_plain(traindir: str, args: Any) -> Assigned:
     rank, world_size = collectives.get_rank(), collectives.get_world_size()
     args = Resolved(**{**vars(parsed), "rank": rank, "world_size": world_size, "given": []})
     if args.test_only and args.weights and not is_stored(args.weights):
-        args, _ = take_published_options(args)
+        args, _ = choose_published_options(args)
     return config.assign(args.replaced(test_only=args.test_only and not find_sources(Path(traindir))), None)
 
 

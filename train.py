@@ -16,7 +16,7 @@ import torch
 import data
 import utils
 from checkpointing.guard import check_data, check_options, describe_data, find_hashes
-from checkpointing.published import choose_preprocessing, preprocessing_line, start_weights, take_published_options
+from checkpointing.published import choose_preprocessing, choose_published_options, preprocessing_line, start_weights
 from checkpointing.store import CheckpointManager
 from data import load_data
 from distributed import collectives
@@ -177,7 +177,7 @@ def resolve(args):
     args = config.resolve(args)
     optim.check_schedule(args)
     args, notes = config.on_machine(args)
-    args, more = take_published_options(args)
+    args, more = choose_published_options(args)
     return args, notes + more
 
 
@@ -258,7 +258,7 @@ def main(args):
     sampler = data.build_train_sampler(datasets[0], args)
     data_loader, loaders = data.build_device_loaders(args, loading, sampler, device)
     weights = None if state else start_weights(args, datasets[1])
-    model_without_ddp = build.place_model(build.build_model(args, loading.num_classes, weights), args, device)
+    model_without_ddp = build.move_to_device(build.build_model(args, loading.num_classes, weights), args, device)
     model_ema = build_ema(args, model_without_ddp)
     criterion = add_distillation(build_criterion(args, datasets[0]), args, model_without_ddp, datasets[1])
     metrics = build_metrics(args, loading.num_classes)

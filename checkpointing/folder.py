@@ -69,7 +69,7 @@ class CheckpointFolder:
     def __init__(self, folder: Path, *, keep_last: int = 3, say: Callable[[str], None] = print) -> None:
         self.folder, self.keep_last, self.say = folder, keep_last, say
         self._damaged = []  # (path, reason) of each file that `read` passed over
-        self._owed = {}  # {second name that is still to be given: its file}
+        self._unlinked = {}  # {second name that is still to be given: its file}
 
     def path_of(self, step: int) -> Path:
         """Return the numbered file of a step."""
@@ -293,10 +293,10 @@ class CheckpointFolder:
             write_atomically(path, content, _verify_archive)
             is_written = True
             # Also the names that an earlier save could not give: the next best may be far away.
-            self._owed |= {f"{name}.pth": path for name in ("checkpoint", *best_now)}
-            for name in list(self._owed):
-                self._link(self._owed[name], name)
-                del self._owed[name]
+            self._unlinked |= {f"{name}.pth": path for name in ("checkpoint", *best_now)}
+            for name in list(self._unlinked):
+                self._link(self._unlinked[name], name)
+                del self._unlinked[name]
         except Exception as error:
             why = explain_failure(error, self.folder, num_bytes)
             if why is None:

@@ -58,7 +58,7 @@ def read_weights(name: str, *, is_average: bool) -> Weights:
     return weights
 
 
-def take_published_options(args: Any) -> tuple[Any, list[str]]:
+def choose_published_options(args: Any) -> tuple[Any, list[str]]:
     """Return the options with the preprocessing that belongs to the model or to its weights, and a line about it.
 
     Training takes that of timm's configuration for timm's models, with the size of training crops, and the options'

@@ -52,7 +52,7 @@ def load_weights(path: Path, *, is_average: bool = False, name: str | None = Non
 
     Messages call the file `name`, by default an argument of `--weights`. UserError if there is no such state dict.
     """
-    weights = take_weights(read_content(path), name or f"--weights {path}", is_average=is_average)
+    weights = extract_weights(read_content(path), name or f"--weights {path}", is_average=is_average)
     weights.file = path.name
     return weights
 
@@ -74,7 +74,7 @@ def read_content(path: Path) -> dict:
         raise StorageError(f"{path} does not fit into the memory that is free now") from error
 
 
-def take_weights(content: dict, name: str, *, is_average: bool = False) -> Weights:
+def extract_weights(content: dict, name: str, *, is_average: bool = False) -> Weights:
     """Return the state dict in the content of a file; arguments and errors as of `load_weights`."""
     raw, average = (next((key for key in keys if key in content), None) for keys in (_RAW_KEYS, _AVERAGE_KEYS))
     if is_average and average is None:
@@ -82,7 +82,7 @@ def take_weights(content: dict, name: str, *, is_average: bool = False) -> Weigh
             f"{name} holds no average ({' or '.join(_AVERAGE_KEYS)}); leave out --ema to take the weights it holds"
         )
     key = average if is_average else raw
-    weights = _take(content, key, name)
+    weights = _extract(content, key, name)
     weights.options, weights.script = options_of(content), find_script(content)
     if key is None:
         weights.kind = BARE
@@ -115,7 +115,7 @@ def fetch_from_hub(name: str, source: str | None = None) -> Path:
         return Path(hub.hf_hub_download(f"{owner}/{repository}", file or SAFETENSORS))
 
 
-def _take(content: dict, key: str | None, source: str) -> Weights:
+def _extract(content: dict, key: str | None, source: str) -> Weights:
     """Return the state dict under a key, or the content itself; UserError if that is no sound state dict."""
     found = content if key is None else content.get(key)
     is_state_dict = isinstance(found, dict) and found and all(isinstance(name, str) for name in found)
@@ -191,7 +191,7 @@ def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
         raise ValueError("no checkpoints to average")
     first = read_content(paths[0])
     contents = (first if path is paths[0] else read_content(path) for path in paths)  # each file is read once
-    return {**first, "model": average_weights(paths, lambda path: _take(next(contents), "model", str(path)))}
+    return {**first, "model": average_weights(paths, lambda path: _extract(next(contents), "model", str(path)))}
 
 
 def average_weights(sources: Sequence[Any], read: Callable[[Any], Weights]) -> Weights:
@@ -255,7 +255,7 @@ def store_model_weights(
         RuntimeError: the weights are of another model.
     """
     path, model, stream = Path(os.path.abspath(checkpoint_path)), copy.deepcopy(model), io.BytesIO()
-    model.load_state_dict(_take(read_content(path), checkpoint_key, str(path)), strict=strict)
+    model.load_state_dict(_extract(read_content(path), checkpoint_key, str(path)), strict=strict)
     torch.save(model.state_dict(), stream)
     output = path.with_name(f"weights-{hashlib.sha256(stream.getbuffer()).hexdigest()[:8]}.pth")
     write_atomically(output, stream.getbuffer())

@@ -60,8 +60,8 @@ class StallWatchdog:
                 os.kill(process.pid, signal.SIGUSR2)
             time.sleep(0.1)
         # In a thread: the cause of the hang may be a disk that does not answer.
-        last_words = threading.Thread(target=self.on_stall, args=(reason,), daemon=True)
-        last_words.start()
+        report_thread = threading.Thread(target=self.on_stall, args=(reason,), daemon=True)
+        report_thread.start()
         time.sleep(self.LINGER_S)
-        last_words.join(self.LINGER_S)
+        report_thread.join(self.LINGER_S)
         os._exit(1)

@@ -470,7 +470,7 @@ def set_grad_checkpointing(model: nn.Module, name: str) -> None:
         model.set_grad_checkpointing(True)
 
 
-def place_model(model: nn.Module, args: Any, device: torch.device) -> nn.Module:
+def move_to_device(model: nn.Module, args: Any, device: torch.device) -> nn.Module:
     """Move a model to its device, in the memory order that the options ask for, compile it if asked, and return it."""
     model.to(device, memory_format=torch.channels_last if args.channels_last else torch.preserve_format)
     return compile_model(model, args)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from checkpointing.published import read_weights, take_published_options
+from checkpointing.published import choose_published_options, read_weights
 from distributed import collectives
 from errors import UserError, counted
 from loading.forms import open_split
@@ -34,7 +34,7 @@ def preview(args: Any) -> str:
     launch = collectives.read_rank(args.world_size, args.dist_url)
     collectives.setup_for_distributed(launch.rank == 0)
     args = args.replaced(world_size=launch.world_size, distributed=False)
-    args, notes = take_published_options(config.assign(args, state=None))
+    args, notes = choose_published_options(config.assign(args, state=None))
     shards = VirtualShards(args.global_batch_size, args.num_shards, 0, args.world_size)
     # A single process may preview a run of many.
     is_short = args.sync_bn and args.world_size == 1 < args.num_shards

@@ -19,9 +19,9 @@ from data import IndexedImageFolder
 from errors import UserError, counted
 from loading.forms import open_source
 from loading.progress import Progress
-from models.build import autocast, place_model, set_up_device
+from models.build import autocast, move_to_device, set_up_device
 from scripts.predict import load_batches
-from scripts.tool import build_parser, given_path, output_file, positive, run, write_output
+from scripts.tool import as_path, build_parser, output_file, positive, run, write_output
 from scripts.trained import (
     add_machine_options,
     add_options,
@@ -148,7 +148,7 @@ def with_new_statistics(weights: Weights, options: argparse.Namespace) -> tuple[
     images = IndexedImageFolder(root, trained.preset, source=open_source(root, args.multi_label))
     chosen = choose_images(len(images), options.images, args.batch_size)
     device = set_up_device(args)
-    model = place_model(trained.model, args, device)
+    model = move_to_device(trained.model, args, device)
     batches = map(default_collate, load_batches(images.__getitem__, chosen, args.batch_size, "re-estimating"))
     try:
         reestimate(model, (image.to(device) for image, _ in batches), autocast(args, device))
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--last", metavar="N", type=positive, help="the N newest numbered checkpoints of the run")
     parser.add_argument("--output", metavar="FILE", type=output_file(), required=True, help="the file to write")
     text = "re-estimate BatchNorm's statistics on its train/; as train.py's --data-path"
-    parser.add_argument("--reestimate-bn", metavar="DATA_PATH", type=given_path, help=text)
+    parser.add_argument("--reestimate-bn", metavar="DATA_PATH", type=as_path, help=text)
     text = "how many training images (default: 16,384)"
     parser.add_argument("--images", metavar="N", type=positive, default=16384, help=text)
     add_machine_options(parser)

@@ -26,12 +26,12 @@ from errors import UserError
 from loading import decode
 from loading.forms import open_split
 from models import gradients, optim
-from models.build import autocast, build_model, build_scaler, place_model, set_up_device
+from models.build import autocast, build_model, build_scaler, move_to_device, set_up_device
 from models.ema import build_ema
 from models.losses import build_criterion
 from run import BareRun
 from sampler import SampleKey, TrainSampler, VirtualShards
-from scripts.tool import build_parser, given_path, given_place, output_file, positive, run, write_report
+from scripts.tool import as_path, as_place, build_parser, output_file, positive, run, write_report
 from settings import config
 
 PROG = "python -m scripts.benchmark"
@@ -144,7 +144,7 @@ class BareStep:
 
     def __init__(self, args: argparse.Namespace, num_steps: int) -> None:
         self.args, self.device, self.num_steps = args, set_up_device(args), num_steps
-        self.model = place_model(build_model(args, NUM_CLASSES), args, self.device)
+        self.model = move_to_device(build_model(args, NUM_CLASSES), args, self.device)
         self.model_ema = build_ema(args, self.model)
         self.criterion = build_criterion(args)
         self.optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, self.model))
@@ -262,8 +262,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     add("--rounds", metavar="N", type=positive, default=9, help="rounds (default: 9); one more warms up")
     add("--steps", metavar="N", type=positive, default=10, help="step: steps in a turn (default: 10)")
     add("--images", metavar="N", type=positive, default=400, help="loader: images of each split (default: 400)")
-    add("--data-path", metavar="DIR", type=given_path, help="loader: class folders in train/ and val/")
-    add("--pack", metavar="DIR", type=given_place, nargs="+", default=[], help="loader: packs, or addresses, of them")
+    add("--data-path", metavar="DIR", type=as_path, help="loader: class folders in train/ and val/")
+    add("--pack", metavar="DIR", type=as_place, nargs="+", default=[], help="loader: packs, or addresses, of them")
     add("--json", metavar="FILE", type=output_file(".json"), help="write every figure to FILE")
     return parser
 

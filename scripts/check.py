@@ -21,7 +21,7 @@ from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.remote import RemotePack
 from loading.source import Source, count_classes
-from scripts.tool import add_train_option, build_parser, given_place, in_order, output_file, positive, run, write_report
+from scripts.tool import add_train_option, as_place, build_parser, in_order, output_file, positive, run, write_report
 from settings.options import BY_NAME
 
 PROG = "python -m scripts.check"
@@ -66,7 +66,7 @@ _IMAGES_PER_TASK = 16
 _SHOWN = 5
 
 
-class Look(NamedTuple):
+class Inspection(NamedTuple):
     """A hash of an image's bytes, their number (0 if unknown), findings: kinds and reasons; and `moments`, or None."""
 
     digest: int
@@ -96,9 +96,9 @@ def moments(image: Image.Image) -> numpy.ndarray:
     return numpy.stack([counts @ numpy.linspace(0, 1, 256) ** power for power in (1, 2)]) / (image.width * image.height)
 
 
-def look_at_some(splits: dict[str, Source], options: Any, images: list[tuple[str, int]]) -> list[Look]:
-    """Look at some images, given by their splits and numbers, in a worker process; measure those of train, if asked."""
-    looks, resize_size = [], options.val_resize_size or BY_NAME["val_resize_size"].default
+def inspect_images(splits: dict[str, Source], options: Any, images: list[tuple[str, int]]) -> list[Inspection]:
+    """Inspect images, by their splits and numbers, in a worker process; measure those of train, if asked."""
+    inspections, resize_size = [], options.val_resize_size or BY_NAME["val_resize_size"].default
     for split, number in images:
         payload, measured = b"", None
         try:
@@ -114,8 +114,8 @@ def look_at_some(splits: dict[str, Source], options: Any, images: list[tuple[str
         except (ImageError, MemoryError, OSError) as error:
             found = [("unreadable", getattr(error, "strerror", None) or str(error) or "no memory")]
         digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big")
-        looks.append(Look(digest, len(payload), found, measured))
-    return looks
+        inspections.append(Inspection(digest, len(payload), found, measured))
+    return inspections
 
 
 class Report:
@@ -213,16 +213,16 @@ def look_at_all(splits: dict[str, Source], options: argparse.Namespace, report: 
         for number in numpy.linspace(0, len(source) - 1, min(sample or len(source), len(source)), dtype=int).tolist()
     ]
     tasks = [images[begin : begin + _IMAGES_PER_TASK] for begin in range(0, len(images), _IMAGES_PER_TASK)]
-    looks = chain.from_iterable(in_order(partial(look_at_some, splits, options), tasks, options.workers))
+    inspections = chain.from_iterable(in_order(partial(inspect_images, splits, options), tasks, options.workers))
     seen = numpy.zeros((len(images), 2), dtype=numpy.uint64)
     progress = Progress("checking", len(images), "images")
-    for place, ((name, number), look) in enumerate(zip(images, looks, strict=True)):
-        seen[place] = look[:2]
-        if look.moments is not None:
-            sums, num_measured = sums + look.moments, num_measured + 1
-        for kind, reason in look.findings:
+    for place, ((name, number), inspection) in enumerate(zip(images, inspections, strict=True)):
+        seen[place] = inspection[:2]
+        if inspection.moments is not None:
+            sums, num_measured = sums + inspection.moments, num_measured + 1
+        for kind, reason in inspection.findings:
             report.add(kind, name, splits[name].path(number), reason)
-        progress.update(num_bytes=look.num_bytes)
+        progress.update(num_bytes=inspection.num_bytes)
     progress.finish()
     for name in splits:
         own = seen[[split == name for split, _ in images]]
@@ -263,7 +263,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     about = "Decode every image of a data set, and compare its counts and classes."
     parser = build_parser(PROG, "DATA_PATH [options]", about, EPILOG)
     add, cores = parser.add_argument, collectives.count_cores()
-    add("data_path", metavar="DATA_PATH", type=given_place, help="as train.py's --data-path")
+    add("data_path", metavar="DATA_PATH", type=as_place, help="as train.py's --data-path")
     for name, noun in (
         ("train", "images of train"), ("val", "images of val; 0 checks train alone"),
         ("classes", "classes of each split"),

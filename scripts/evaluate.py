@@ -28,7 +28,7 @@ from loading.forms import open_named
 from loading.progress import Progress
 from loading.source import Source, labels_of
 from metrics import bootstrap_interval, calibration_error, image_numbers, rank_classes
-from models.build import FlipAverage, autocast, place_model, set_up_device, set_up_threads
+from models.build import FlipAverage, autocast, move_to_device, set_up_device, set_up_threads
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from presets import build_presets
 from scripts.report import draw_confusion, page, saved, show_images, table
@@ -343,7 +343,7 @@ def evaluate(options: argparse.Namespace) -> None:
     loaders = data.start_loaders(images, args)
     collectives.join_processes(args)
     device = set_up_device(args)
-    model = place_model(trained.model, args, device).eval()
+    model = move_to_device(trained.model, args, device).eval()
     model = FlipAverage(model) if args.eval_flip else model
     report = {
         "checkpoint": options.checkpoint, "weights": trained.kind, "model": args.model,

@@ -17,7 +17,7 @@ from checkpointing.archive import load_checkpoint
 from errors import UserError, counted, in_one_line, require_package
 from files import read_json
 from loading.progress import size_text
-from scripts.tool import as_json, build_parser, given_path, make_out, own_stdout, run, write_output
+from scripts.tool import as_json, as_path, build_parser, clean_stdout, make_out, run, write_output
 from scripts.trained import (
     EXTRA_FILE,
     FORMAT,
@@ -205,7 +205,7 @@ def export(options: argparse.Namespace) -> None:
     make_out(options.output, "--output")
     job = Export(trained, options)
     for form in chosen:
-        with own_stdout() as stdout:
+        with clean_stdout() as stdout:
             print(job.write(form), file=stdout, flush=True)
 
 
@@ -218,7 +218,7 @@ def main() -> None:
         "--format", metavar="NAME", nargs="+", choices=FORMS, required=True, dest="forms",
         help=f"the forms to write: {', '.join(FORMS)}",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", type=given_path, required=True, help="the folder to write to")
+    parser.add_argument("--output", metavar="DIR", type=as_path, required=True, help="the folder to write to")
     logging.disable(logging.WARNING)  # torch's exporters report each of their passes
     run(PROG, lambda: export(parser.parse_args()), "interrupted; whole files stay; run the same command again")
 

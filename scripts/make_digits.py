@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image
 
 from errors import UserError, one_line
-from scripts.tool import build_parser, given_path, run
+from scripts.tool import as_path, build_parser, run
 
 PROG = "python -m scripts.make_digits"
 EPILOG = "example:\n  python -m scripts.make_digits data/digits"
@@ -45,7 +45,7 @@ def write_digits(folder: Path) -> None:
 def main() -> None:
     """Write the digits to the folder that the command line names."""
     parser = build_parser(PROG, "DIR", __doc__, EPILOG)
-    parser.add_argument("folder", metavar="DIR", type=given_path, help="gets train/ and val/, such as data/digits")
+    parser.add_argument("folder", metavar="DIR", type=as_path, help="gets train/ and val/, such as data/digits")
     run(PROG, lambda: write_digits(parser.parse_args().folder), "interrupted; the same command writes all images again")
 
 

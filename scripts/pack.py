@@ -31,17 +31,7 @@ from loading.progress import Progress, size_text
 from loading.remote import encode_index, in_child, index_name, open_store, read_whole, retry_requests
 from loading.source import Source
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, parse_manifest
-from scripts.tool import (
-    as_json,
-    build_parser,
-    check_outside,
-    given_path,
-    given_place,
-    in_order,
-    make_out,
-    positive,
-    run,
-)
+from scripts.tool import as_json, as_path, as_place, build_parser, check_outside, in_order, make_out, positive, run
 
 PROG = "python -m scripts.pack"
 
@@ -174,7 +164,7 @@ def build_shard(shard: Shard, packed: Iterator[bytes], progress: Progress) -> tu
     return content.getvalue(), {"file": shard.file, **counts, "sha256": checksum}
 
 
-def places_of(content: bytes) -> numpy.ndarray:
+def image_spans(content: bytes) -> numpy.ndarray:
     """Return (images, 3) int64: the offset, the size and the CRC-32 of each image in the bytes of a shard."""
     with tarfile.open(fileobj=io.BytesIO(content), encoding="utf-8", errors="surrogateescape") as tar:
         spans = [(member.offset_data, member.offset_data + member.size) for member in tar]
@@ -262,7 +252,7 @@ class Pack:
         self.splits = [Split(options.data_path, name) for name in options.splits]
         self.shards = plan_shards(self.splits, options.shard_mib * 2**20)
         self.records: dict[str, dict] = {}  # by file name
-        self.places: dict[str, numpy.ndarray] = {}  # as `places_of`, of the shards that this process wrote
+        self.places: dict[str, numpy.ndarray] = {}  # as `image_spans`, of the shards that this process wrote
         self.facts = {"side": "short-side", "px": options.short_side, "quality": QUALITY}
         self.facts |= {"splits": options.splits, "shard_mib": options.shard_mib, "pillow": pillow_version}
         self.facts["libjpeg of pillow"] = features.version("libjpeg_turbo") or features.version("jpg")
@@ -313,7 +303,7 @@ class Pack:
             self.save()
             content, record = build_shard(shard, results, progress)
             self.out.write(shard.file, content, record["sha256"])
-            self.records[shard.file], self.places[shard.file] = record, places_of(content)
+            self.records[shard.file], self.places[shard.file] = record, image_spans(content)
         sums = "".join(f"{self.records[shard.file]['sha256']}  {shard.file}\n" for shard in self.shards)
         self.out.write("SHA256SUMS", sums.encode())
         self.save(is_complete=True)
@@ -337,12 +327,12 @@ class Pack:
         return encode_index({"classes": classes, "shards": facts, "px": self.facts["px"]}, names, columns)
 
     def _places(self, file: str) -> numpy.ndarray:
-        """Return `places_of` a shard; UserError if an earlier run's is not as it was written."""
+        """Return `image_spans` a shard; UserError if an earlier run's is not as it was written."""
         if file not in self.places:
             content = self.out.read(file)
             if hashlib.sha256(content).hexdigest() != self.records[file]["sha256"]:
                 raise UserError(f"{self.out}/{file} is not as it was written; remove it, and run this again")
-            self.places[file] = places_of(content)
+            self.places[file] = image_spans(content)
         return self.places[file]
 
 
@@ -402,8 +392,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     usage = "--data-path DIR OUT --short-side PX [options]"
     parser = build_parser(PROG, usage, "Write a smaller copy of a data set as tars that load faster.", EPILOG)
     add, cores = parser.add_argument, collectives.count_cores()
-    add("out", metavar="OUT", type=given_place, help="folder or s3://... for the pack: new, empty, or holding one")
-    add("--data-path", metavar="DIR", type=given_path, required=True, help="as train.py's --data-path")
+    add("out", metavar="OUT", type=as_place, help="folder or s3://... for the pack: new, empty, or holding one")
+    add("--data-path", metavar="DIR", type=as_path, required=True, help="as train.py's --data-path")
     words = "shrink so that the shorter side is at most PX"
     add("--short-side", metavar="PX", type=positive, required=True, help=words)
     words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"

@@ -23,7 +23,7 @@ from loading.progress import Progress
 from loading.source import IMG_EXTENSIONS
 from presets import ClassificationPresetEval
 from scripts.report import page, show_images, table
-from scripts.tool import as_json, build_parser, given_path, output_file, own_stdout, positive, run, write_output
+from scripts.tool import as_json, as_path, build_parser, clean_stdout, output_file, positive, run, write_output
 from scripts.trained import add_machine_options, add_options, open_from_options, tool_options
 
 PROG = "python -m scripts.predict"
@@ -180,7 +180,7 @@ def write_page(
 
 def predict(options: argparse.Namespace) -> int:
     """Print the classes of the images, and return the exit code."""
-    with own_stdout() as stdout:
+    with clean_stdout() as stdout:
         images = [image for path in options.images for image in find_images(path)]
         if not images:
             raise UserError("no images: the lists name none")
@@ -207,7 +207,7 @@ def main() -> None:
     """Predict the classes of the command line's images."""
     parser = build_parser(PROG, "CHECKPOINT IMAGE... [options]", "Name the classes of images.", EPILOG)
     add_options(parser, "a checkpoint, an exported file, or the name of published weights")
-    parser.add_argument("images", metavar="IMAGE", nargs="+", type=given_path, help="files, folders, or lists")
+    parser.add_argument("images", metavar="IMAGE", nargs="+", type=as_path, help="files, folders, or lists")
     parser.add_argument("--html", metavar="FILE", type=output_file(".html"), help="show images and classes in a page")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")

@@ -22,7 +22,7 @@ from errors import StorageError, UserError, counted, in_one_line, one_line, requ
 from files import explain_failure, free_bytes, locked, open_to_read, read_at, read_bytes, sync_folder, write_atomically
 from loading.progress import Progress, size_text
 from loading.tars import tar_members
-from scripts.tool import build_parser, check_outside, given_path, make_out, run
+from scripts.tool import as_path, build_parser, check_outside, make_out, run
 
 PROG = "python -m scripts.prepare"
 
@@ -379,10 +379,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     description = "Turn ImageNet as it is downloaded into class folders."
     parser = build_parser(PROG, "SOURCE [SOURCE ...] OUT [options]", description, EPILOG)
-    parser.add_argument(
-        "sources", metavar="SOURCE", nargs="+", type=given_path, help="archive, or folder that holds some"
-    )
-    parser.add_argument("out", metavar="OUT", type=given_path, help="folder that gets train/ and val/; made if need be")
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", type=as_path, help="archive, or folder that holds some")
+    parser.add_argument("out", metavar="OUT", type=as_path, help="folder that gets train/ and val/; made if need be")
     parser.add_argument(
         "--splits", nargs="+", choices=["train", "val"], help="splits to write (default: those in the sources)"
     )

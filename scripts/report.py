@@ -392,7 +392,7 @@ def main() -> None:
     """Write the page about the runs that the command line names."""
     parser = tool.build_parser(PROG, "RUN [RUN ...] [--out FILE]", __doc__, EXAMPLES)
     parser.add_argument(
-        "runs", metavar="RUN", type=tool.given_path, nargs="+", help="output folder of a run, such as runs/digits"
+        "runs", metavar="RUN", type=tool.as_path, nargs="+", help="output folder of a run, such as runs/digits"
     )
     where = "the page (default: report.html in the run's folder; of several runs, comparison.html in this folder)"
     parser.add_argument("--out", metavar="FILE", type=tool.output_file(".html", ".htm"), help=where)

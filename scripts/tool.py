@@ -63,16 +63,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def given_path(text: str) -> Path:
+def as_path(text: str) -> Path:
     """Return a path; refuse an empty one, which would mean the current folder, and an address; an argparse type."""
     if not text or text.partition("/")[0].endswith(":"):  # whose password is not repeated
         raise argparse.ArgumentTypeError("expected a path, and it is empty or an address; . is the current folder")
     return Path(text)
 
 
-def given_place(text: str) -> str | Path:
+def as_place(text: str) -> str | Path:
     """Return the address of a pack, or else a path; an argparse type."""
-    return text if "://" in text else given_path(text)
+    return text if "://" in text else as_path(text)
 
 
 def output_file(*endings: str) -> Callable[[str], Path]:
@@ -84,7 +84,7 @@ def output_file(*endings: str) -> Callable[[str], Path]:
     """
 
     def check(text: str) -> Path:
-        path = given_path(text)
+        path = as_path(text)
         is_there = path.exists()
         if (is_there and not path.is_file()) or not os.access(path.parent, os.W_OK | os.X_OK):
             raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there and can be written to")
@@ -160,7 +160,7 @@ def check_outside(out: Path, folder: Path) -> None:
 
 
 @contextmanager
-def own_stdout() -> Iterator[TextIO]:
+def clean_stdout() -> Iterator[TextIO]:
     """Yield a stream to standard output, and send all other output, C++'s too, to standard error meanwhile."""
     sys.stdout.flush()
     kept = os.dup(1)

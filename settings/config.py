@@ -361,7 +361,7 @@ def resolve(
     values |= {
         "given": names,
         "reference_global_batch": values["lr_scaling_batch"] or reference_global_batch,
-        # For models of timm, `published.take_published_options` replaces these.
+        # For models of timm, `published.choose_published_options` replaces these.
         "mean": list(values["mean"] or fit_statistics(IMAGENET_MEAN, values["in_chans"])),
         "std": list(values["std"] or fit_statistics(IMAGENET_STD, values["in_chans"])),
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
@@ -489,10 +489,10 @@ def remarks(args: Parsed) -> list[str]:
 
 
 def as_trained(args: Options, trained: dict) -> tuple[Options, list[str]]:
-    """Take evaluation options that were not given from the checkpoint's run; errors and result as of `_take`."""
+    """Use the checkpoint's evaluation options where none were given; errors and result as of `_with_options_of`."""
     own = trained.get("criterion") if split_custom(str(trained.get("criterion"))) else None
     names = {name for name, option in BY_NAME.items() if option.is_of_checkpoint} - ({"criterion"} if own else set())
-    args, lines = _take(args, trained, [name for name in BY_NAME if name in names])
+    args, lines = _with_options_of(args, trained, [name for name in BY_NAME if name in names])
     if "model" not in args.given and split_custom(args.model):
         raise UserError(f"the checkpoint is of {args.model}, {options.WHY_TYPED}")
     if own and args.criterion is None:
@@ -502,7 +502,7 @@ def as_trained(args: Options, trained: dict) -> tuple[Options, list[str]]:
     return args, [*lines, *filter(None, [slow_type(args)])]
 
 
-def _take(args: Options, trained: dict, names: Sequence[str]) -> tuple[Options, list[str]]:
+def _with_options_of(args: Options, trained: dict, names: Sequence[str]) -> tuple[Options, list[str]]:
     """Take the checkpoint's values of the named options that were not given; return all options, and a line for each.
 
     UserError if the checkpoint holds an impossible value.
@@ -529,7 +529,7 @@ def assign(args: Resolved, state: dict | None) -> Assigned:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         shards = {"global_batch_size": global_batch_size, "num_shards": global_batch_size // args.batch_size}
         return Assigned(**{**vars(args), **shards})
-    args, lines = _take(args, state["args"], [name for name in BY_NAME if options.is_filled_in(name, args)])
+    args, lines = _with_options_of(args, state["args"], [name for name in BY_NAME if options.is_filled_in(name, args)])
     for line in lines:
         print(line)
     shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}

@@ -11,7 +11,7 @@ import data
 import train
 from checkpointing.archive import load_checkpoint
 from models import optim
-from models.build import build_scaler, place_model
+from models.build import build_scaler, move_to_device
 from models.ema import build_ema
 from models.losses import build_criterion
 from run import Run
@@ -128,7 +128,7 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
     device = torch.device(args.device)
     torch.manual_seed(0)
     model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
-    model = place_model(model, args, device)
+    model = move_to_device(model, args, device)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     loader = build_loader(args, device, num_steps * args.global_batch_size)
 

@@ -20,7 +20,7 @@ import data
 import train
 from errors import UserError
 from models import gradients, optim
-from models.build import build_model, build_scaler, place_model, set_grad_checkpointing, set_up_device
+from models.build import build_model, build_scaler, move_to_device, set_grad_checkpointing, set_up_device
 from models.ema import ExponentialMovingAverage, build_ema
 from models.losses import build_criterion
 from monitoring.monitor import read_records
@@ -57,7 +57,7 @@ def random_batches(count, batch_size=32, size_px=32):
 
 def losses_of(args, batches, model=None):
     """Train a step on each batch as a run with these options does; return the losses and the model."""
-    model = place_model(small_model().to(batches[0][0].dtype) if model is None else model, args, CPU)
+    model = move_to_device(small_model().to(batches[0][0].dtype) if model is None else model, args, CPU)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     found = []
 
@@ -309,7 +309,7 @@ class Listed(TrainSampler):
 def train_without_reads(args, tmp_path, criterion=None):
     """Run 13 real steps, with the run's hook, forbidding reads but where a line is due; return the steps watched."""
     model = Tiny(10, depth=2)
-    model = place_model(model, args, CPU)
+    model = move_to_device(model, args, CPU)
     model_ema = build_ema(args, model)
     shards = VirtualShards(args.global_batch_size, args.num_shards)
     sampler = Listed(13 * args.global_batch_size, shards)
@@ -411,7 +411,7 @@ def test_compiled_in_bfloat16_killed_and_resumed_same_bits(runs):
 def test_the_memory_order_of_restored_momenta_is_the_parameters():
     optimizers = []
     for argv in ([], ["--channels-last"]):
-        model = place_model(nn.Conv2d(3, 4, 3), options(*argv), CPU)
+        model = move_to_device(nn.Conv2d(3, 4, 3), options(*argv), CPU)
         optimizer = optim.build_optimizer(options(), [{"params": list(model.parameters()), "weight_decay": 0.0}])
         model(torch.randn(2, 3, 5, 5)).sum().backward()
         optimizer.step()

@@ -274,7 +274,7 @@ SMALL = ["--train-crop-size", "32", "--val-crop-size", "32", "--val-resize-size"
 
 
 def taken(*argv):
-    return data.take_published_options(config.parse_args(["--synthetic", *argv]))
+    return data.choose_published_options(config.parse_args(["--synthetic", *argv]))
 
 
 def test_timms_models_are_given_images_as_timms_config_says():
