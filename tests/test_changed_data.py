@@ -67,6 +67,9 @@ def test_other_validation_images_are_refused(run):
     allowed = run.go_on("--allow-change", "data").check()
     assert lines_of(allowed, "changed as --allow-change says: data of val: ")
     assert "finished" in run.go_on().check().output
+    (run.images / "train" / "class1" / "image001.jpg").unlink()
+    words = ["num-images 24 in the checkpoint, 23 now", "cannot be changed"]
+    refused(run.go_on("--allow-change", "data", "--epochs", 3), *words)
 
 
 def test_class_names_are_kept_and_compared(run):

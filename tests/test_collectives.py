@@ -10,13 +10,6 @@ from errors import UserError
 from tests.ranks import run_check
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 3, 8, 10])
-def test_interleave_puts_back_what_was_dealt(num_rows):
-    rows = torch.arange(num_rows * 2).reshape(num_rows, 2)
-    for world_size in (1, 2, 3, 4):
-        assert torch.equal(collectives.interleave([rows[rank::world_size] for rank in range(world_size)]), rows)
-
-
 def check_all(rank, world_size, folder):
     assert (rank, world_size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     assert collectives.is_main_process() == (rank == 0)

@@ -8,11 +8,9 @@ import shlex
 import signal
 import sys
 
-import pytest
 from PIL import Image
 
 import errors
-import files
 from loading import progress
 from monitoring import console
 from tests.images import write_images
@@ -89,13 +87,6 @@ def test_a_log_is_continued_in_plain_text(tmp_path, capsys):
     log.close()
     first, start, *rest = (tmp_path / "log.txt").read_text().splitlines()
     assert (first, start[:5], rest) == ("cut by a ki", "==== ", ["bold", "done"])
-
-
-def test_a_log_and_a_lock_are_not_written_through_a_link(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "theirs")
-    with pytest.raises(IsADirectoryError):
-        files.open_regular(tmp_path / "link", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    assert not (tmp_path / "theirs").exists()
 
 
 def test_names_from_outside_are_no_commands_to_a_terminal(tmp_path):

@@ -15,7 +15,7 @@ import train
 from distributed import collectives
 from errors import ImageError, UserError
 from loading.forms import open_source
-from loading.source import Subset, minival_numbers, without
+from loading.source import minival_numbers
 from monitoring import preview
 from presets import ClassificationPresetTrain
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
@@ -74,29 +74,6 @@ def test_draws_of_a_key_are_those_of_its_address(image_folder, policy, erase):
     expected = preset.finish.transforms[1](preset.finish.transforms[0](dataset.load(SampleKey(5, 1))[0]))
     assert torch.equal(first, expected) == (erase == 0)
     assert ((first == expected) | (first == 0)).all()
-
-
-def epoch_hashes(folder, workers, start_step=0, argv=()):
-    """Return a hash of every batch of an epoch, as the model would get it."""
-    mixing = "--random-erase 0.5 --mixup-alpha 0.2 --cutmix-alpha 1.0 --auto-augment ta_wide --blur-prob 0.5".split()
-    batch = ["--batch-size", "4", "--workers", str(workers), "--train-crop-size", "24"]
-    args = arguments(folder, *batch, *mixing, *argv)
-    dataset, _ = data.build_datasets(str(folder / "train"), str(folder / "val"), args)
-    sampler = TrainSampler(len(dataset), VirtualShards(8, 2), 3)
-    sampler.set_epoch(1, start_step)
-    transform, _ = data.build_batch_transforms(args, num_classes=3)
-    loader = data.DeviceLoader(data.build_loader(dataset, sampler, args), torch.device("cpu"), transform, seed=3)
-    return [hashlib.sha256(image.numpy().tobytes() + target.numpy().tobytes()).hexdigest() for image, target in loader]
-
-
-def test_workers_and_the_place_of_a_restart_change_no_pixel(image_folder):
-    torch.manual_seed(1)
-    expected = epoch_hashes(image_folder, workers=0)
-    assert len(set(expected)) == 6
-    torch.manual_seed(2)
-    for workers in [0, 1, 3]:
-        assert epoch_hashes(image_folder, workers) == expected
-    assert epoch_hashes(image_folder, workers=2, start_step=2) == expected[4:]
 
 
 def damage(path, kind):
@@ -265,21 +242,6 @@ def test_each_class_has_at_least_one_image_on_either_side_where_it_has_two(tmp_p
     write_images(tmp_path / "single", {"train": [1, 1]})
     with pytest.raises(UserError, match="has one image of each class, and none to hold out"):
         sets_of(tmp_path / "single", "--minival", "0.5")
-
-
-def test_a_part_has_the_images_of_the_whole_under_new_numbers(image_folder):
-    whole = open_source(image_folder / "train")
-    part = Subset(whole, [20, 3, 11])
-    for ours, theirs in enumerate([3, 11, 20]):
-        assert part.name(ours) == whole.name(theirs)
-        assert part.label(ours) == whole.label(theirs)
-        assert part.read(ours) == whole.read(theirs)
-        assert part.path(ours) == whole.path(theirs)
-        assert part.size(ours) == len(whole.read(theirs))
-    assert names_of(Subset(part, [0, 2])) == [whole.name(3), whole.name(20)]
-    assert names_of(without(part, [1])) == [whole.name(3), whole.name(20)]
-    assert len({part.fingerprint(), whole.fingerprint(), Subset(part, [0, 2]).fingerprint()}) == 3
-    assert Subset(part, [0, 2]).fingerprint() == Subset(whole, [3, 20]).fingerprint()
 
 
 def test_without_val_there_is_a_validation_part(image_folder, tmp_path):

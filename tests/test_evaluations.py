@@ -4,8 +4,6 @@ import shutil
 
 import pytest
 
-from run import is_evaluated_after
-from settings import config
 from tests.endings import differing, read_metrics
 from tests.runs import FLAG, Runs, assert_same
 from tests.started import SMALL, refused, run_train
@@ -35,15 +33,6 @@ def test_every_second_epoch_and_the_last_one_are_evaluated(runs):
     assert final["/best/step"] in (4, 8, 10)
     assert final["/data/val/num_images"] == 6
     assert (runs.folder / "undisturbed" / "best_ema.pth").is_file()
-
-
-@pytest.mark.parametrize(
-    ("every", "epochs", "expected"),
-    [(1, 3, [0, 1, 2]), (2, 4, [1, 3]), (3, 7, [2, 5, 6]), (0, 4, [3]), (9, 4, [3]), (1, 1, [0])],
-)
-def test_the_last_epoch_is_always_evaluated(every, epochs, expected):
-    args = config.parse_args(["--synthetic", "--epochs", str(epochs), "--eval-every", str(every)])
-    assert [epoch for epoch in range(epochs) if is_evaluated_after(epoch, args)] == expected
 
 
 def test_a_run_that_stops_after_an_epoch_goes_on_as_if_it_had_not(runs):
@@ -83,13 +72,6 @@ def test_more_sets_must_be_there_and_have_the_same_classes(image_folder, tmp_pat
     argv = ["--data-path", image_folder, *SMALL, "--output-dir", tmp_path / "out", "--eval-data"]
     refused(run_train(tmp_path, *argv, f"few={tmp_path}/few"), "has 2 classes", "has 3", "(class1)")
     refused(run_train(tmp_path, *argv, f"few={tmp_path}/fewer"), "--eval-data few=", "fewer holds no images")
-
-
-def test_another_minival_is_refused_in_a_resumed_run(started, tmp_path):
-    out = started.copy(tmp_path / "out")
-    refused(
-        started.go_on(tmp_path, out, "--resume", "auto", "--minival", "0.2"), "minival None in the checkpoint, 0.2 now"
-    )
 
 
 def test_when_to_evaluate_may_change_in_a_resumed_run(started, tmp_path):

@@ -1,4 +1,4 @@
-"""The container's image: it holds every package, and a mistyped command line is answered in it."""
+"""The container's image: a mistyped command line is answered in it; test_launching.py has what it holds."""
 
 import shutil
 import subprocess
@@ -11,9 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def tracked():
-    return subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")[
-        :-1
-    ]
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
 
 
 def copied():
@@ -36,15 +35,6 @@ def image(tmp_path_factory):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
     return folder
-
-
-def test_the_image_has_every_package_and_module():
-    code = {
-        path
-        for path in tracked()
-        if path.endswith((".py", ".toml")) and path.split("/")[0] not in ("tests", ".ci", "records")
-    }
-    assert code - {*copied()} <= {"pyproject.toml"}
 
 
 @pytest.mark.parametrize(("words", "code", "expected"), [

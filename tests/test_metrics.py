@@ -186,20 +186,6 @@ def test_a_tally_adds_in_the_order_of_steps_and_shards(tmp_path, world_size):
     run_check(world_size, check_order, tmp_path)
 
 
-def test_a_tally_goes_on_from_four_sums_and_begins_anew_with_others(capsys):
-    tally = metrics.Tally([metrics.Accuracy()])
-    tally.load_state_dict({"sums": [6.0, 1.0, 3.0, 4.0]})
-    output, target = torch.tensor([[9.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1])
-    tally.update(torch.tensor(2.5), output, target, None)
-    tally.synchronize_between_processes()
-    assert tally.compute_and_reset() == ({"loss": 11 / 6, "acc1": 200 / 6, "acc5": 500 / 6}, 6)
-    assert tally.state_dict()["sums"] == [0.0] * 4
-    more = metrics.Tally([metrics.Accuracy(), EvenImages()])
-    more.load_state_dict({"sums": [6.0, 1.0, 3.0, 4.0]})
-    assert more.state_dict()["sums"] == [0.0] * 6
-    assert "the checkpoint's record is of other metrics" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("num_classes", [2, 3, 5, 20])
 def test_count_correct_and_accuracy_agree_with_ranks(num_classes):
     output = torch.randn(64, num_classes, generator=torch.Generator().manual_seed(2))

@@ -24,7 +24,7 @@ from models.build import (
     load_matching,
     set_training_mode,
 )
-from models.ema import ExponentialMovingAverage, build_ema
+from models.ema import ExponentialMovingAverage
 from models.losses import BinaryCrossEntropy, build_criterion
 from settings import config
 
@@ -61,24 +61,6 @@ def test_a_reset_average_starts_as_a_copy(reset):
         model.weight.add_(1)
     average.update_parameters(model)
     assert torch.equal(average.module.weight, model.weight)
-
-
-def test_the_decay_is_adjusted_as_torchvision_adjusts_it():
-    argv = ["--synthetic", "--model-ema", "--model-ema-decay", "0.9999", "--model-ema-steps", "32", "--epochs", "600"]
-    args = config.parse_args([*argv, "--global-batch-size", "1024"])
-    # world size x batch size x steps / epochs = 1024 x 32 / 600; alpha = 1 - decay, times that
-    assert build_ema(args, nn.Linear(1, 1)).decay == 1 - (1 - 0.9999) * (1024 * 32 / 600)
-    assert build_ema(args.replaced(model_ema_decay=0.0), nn.Linear(1, 1)).decay == 0.0
-
-
-def test_first_weights_depend_on_the_seed_alone():
-    def weights(seed, drawn):
-        torch.rand(drawn)
-        args = config.parse_args(["--synthetic", "--model", "squeezenet1_1", "--seed", str(seed)])
-        return build_model(args, 10).state_dict()["classifier.1.weight"]
-
-    assert torch.equal(weights(0, 1), weights(0, 5))
-    assert not torch.equal(weights(0, 1), weights(1, 1))
 
 
 def load(name, weights, num_classes):

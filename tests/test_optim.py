@@ -137,20 +137,15 @@ def test_a_schedule_without_its_options_or_epochs_is_refused(changes, option):
         optim.check_schedule(options_of(**changes))
 
 
-@pytest.mark.parametrize(("scaling", "expected"), [("none", 0.5), ("linear", 0.25), ("sqrt", 0.5 / 2**0.5)])
-def test_the_rate_follows_the_global_batch_as_asked(scaling, expected):
-    args = options_of(lr=0.5, lr_scaling=scaling, global_batch_size=512, reference_global_batch=1024)
-    assert optim.scaled_lr(args) == pytest.approx(expected, abs=1e-15)
-
-
 def test_the_reference_batch_is_the_options_or_the_recipes(tmp_path):
     given = "--synthetic --lr 0.5 --lr-scaling linear --global-batch-size 512 --lr-scaling-batch"
     args = config.parse_args([*given.split(), "1024"])
     assert optim.scaled_lr(args) == 0.25
     written = tmp_path / "recipe.toml"
     written.write_text(config.write_recipe(args))
-    for more, expected in ([], 0.25), (["--lr-scaling-batch", "256"], 1.0):
-        assert optim.scaled_lr(config.parse_args(["--recipe", str(written), *more])) == expected
+    for more, expected in {"": 0.25, "-batch=256": 1.0, "=sqrt": 0.5 / 2**0.5, "=none": 0.5}.items():
+        args = config.parse_args(["--recipe", str(written), *[f"--lr-scaling{more}"] * bool(more)])
+        assert optim.scaled_lr(args) == pytest.approx(expected, abs=1e-15)
 
 
 # Parameter groups

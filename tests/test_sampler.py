@@ -58,19 +58,6 @@ def test_each_step_has_the_images_of_torchs_distributed_sampler(world_size, seed
             assert keys == [(index, epoch, 0) for index in expected]
 
 
-def test_change_of_world_size_inside_an_epoch_loses_and_repeats_nothing():
-    build = train_sampler(61)
-    steps = 61 // 8
-    seen = {}
-    for first, end, world_size in [(0, 2, 4), (2, 3, 1), (3, 3, 8), (3, steps, 2)]:
-        part = on_all_ranks(build, 8, world_size, epoch=4, start_step=first)
-        part = {address: keys for address, keys in part.items() if address[0] < 4 * steps + end}
-        assert not part.keys() & seen.keys()
-        seen |= part
-    assert seen == on_all_ranks(build, 8, 1, epoch=4)
-    assert len(set(images(seen))) == steps * 8
-
-
 def repeated_oracle(num_images, num_shards, global_batch_size, seed, epoch, repetitions):
     """{(step, shard): [(image, repetition)]}, by lists: repeat, cut to the set's length, deal out."""
     order = torch.randperm(num_images, generator=torch.Generator().manual_seed(seed + epoch)).tolist()

@@ -16,7 +16,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from checkpointing import folder as folders
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import RunState
-from checkpointing.folder import CheckpointFolder, numbered
+from checkpointing.folder import CheckpointFolder
 from checkpointing.schema import check_schema
 from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
@@ -35,20 +35,6 @@ def folder(tmp_path):
     files.acquire()
     files.claim("", None, FixedRun(0))
     return files
-
-
-# Retention
-
-
-def test_the_newest_and_the_best_stay(tmp_path):
-    folder = CheckpointFolder(tmp_path, keep_last=2)
-    folder.acquire()
-    folder.claim("", None, FixedRun(0))
-    for step in range(1, 14):
-        assert folder.save(state_at(step), ["best"] * (step == 3)) is None
-    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-00000013.pth", "checkpoint-00000012.pth"]
-    assert load_checkpoint(tmp_path / "best.pth", "best")["step"] == 3
-    assert load_checkpoint(tmp_path / "checkpoint.pth", "newest")["step"] == 13
 
 
 # When, and what is best

@@ -21,8 +21,8 @@ import train
 import utils
 from distributed import collectives
 from settings import config
-from tests.ranks import REPOSITORY, run_ranks, train_rank
-from tests.started import SMALL, SMALL_PLAIN
+from tests.ranks import REPOSITORY, run_ranks
+from tests.started import SMALL_PLAIN, refused, run_train
 
 
 class Scorer(nn.Module):
@@ -107,8 +107,7 @@ def test_weights_that_are_not_finite_are_not_evaluated(started, tmp_path):
     next(iter(state["model"].values()))[0] = math.nan
     torch.save(state["model"], tmp_path / "nan.pth")
     outcome = run_train(tmp_path, *started.argv, "--test-only", "--weights", tmp_path / "nan.pth")
-    assert outcome.codes == [5], outcome.output
-    assert "the weights of the model are not finite; evaluate another checkpoint" in outcome.output
+    refused(outcome, "the weights of the model are not finite", code=5)
 
 
 def test_a_set_without_a_length_is_evaluated_and_trained_on():
@@ -141,35 +140,6 @@ def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_fold
     results = [line for line in lines if "Acc@1" in line]
     assert len(results) == 4
     assert all(line.endswith(" n=7") for line in results)
-
-
-def run_train(tmp_path, *argv, world_size=1, **options):
-    return run_ranks(train_rank, world_size, [str(word) for word in argv], log_folder=tmp_path, **options)
-
-
-@pytest.fixture(scope="module")
-def finished(image_folder, tmp_path_factory):
-    """The output folder of a finished run of three epochs with an average."""
-    out = tmp_path_factory.mktemp("finished") / "out"
-    run_train(
-        out.parent, "--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", 4, "--epochs", 3,
-        "--print-freq", 3, "--model-ema", "--model-ema-steps", 1, "--use-deterministic-algorithms", "--lr", 0.02,
-    ).check()  # fmt: skip
-    return out
-
-
-def test_test_only_repeats_the_last_evaluation_on_any_world_size_and_writes_nothing(finished, image_folder, tmp_path):
-    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    last = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()][-2:]
-    for world_size in [1, 3]:
-        outcome = run_train(
-            tmp_path, "--data-path", image_folder, "--resume", finished / "checkpoint.pth", "--test-only", *SMALL,
-            "--batch-size", 4, world_size=world_size,
-        ).check()  # fmt: skip
-        for prefix, record in zip(["Test: Acc@1", "Test: EMA Acc@1"], last, strict=True):
-            expected = f"{prefix} {record['acc1']:.3f} loss {record['loss']:.3f} n=7"
-            assert outcome.output.splitlines().count(expected) == 1
-    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
 def test_every_train_command_of_the_readme_and_docs_parses(documented_commands, tmp_path, monkeypatch):

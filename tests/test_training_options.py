@@ -18,20 +18,12 @@ from checkpointing.schema import check_schema
 from models import optim
 from models.build import build_model
 from models.losses import build_criterion
-from presets import ClassificationPresetTrain, ProgressivePreset, TimmPolicy
+from presets import TimmPolicy
 from randomness import seed_host
 from sampler import TrainSampler, VirtualShards
 from settings import config
 from tests.endings import differing, flatten
 from tests.ranks import some_slow
-
-
-def test_progressive_crops_grow_in_steps_of_32_and_end_at_the_size():
-    preset = ProgressivePreset(ClassificationPresetTrain, smallest=160, largest=224, first=4, last=8)
-    sizes = [preset.size_at(epoch) for epoch in range(10)]
-    # 176 and 208, half way between two multiples, go to the even one.
-    assert sizes == [160, 160, 160, 160, 160, 192, 192, 192, 224, 224]
-    assert preset.at(0) is preset.at(3)
 
 
 def test_a_run_trains_at_the_sizes_of_its_epochs(image_folder):
