@@ -127,6 +127,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
         RuntimeError: one of our loaders did not yield each image of the set once.
     """
     model.eval()
+    # Running statistics: each rank has moved its own, and all evaluate those of rank 0.
     gradients.broadcast_from_master(list(model.buffers()))
     metrics = metrics or [Accuracy()]
     tally, metric_logger = Tally(metrics), utils.MetricLogger(delimiter="  ", is_share=True)
@@ -138,6 +139,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     with torch.inference_mode(), torch.random.fork_rng([]):
         for (image, target), index in zip(batches, image_numbers(data_loader), strict=False):
             if index is not None:
+                # A model that draws does so by image: the same on any number of processes.
                 seed_device(torch.device(device), EVALUATION, int(index[0]))
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             output = model(image)
@@ -269,6 +271,7 @@ def main(args):
         evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return
 
+    # Optimizer and average belong to the bare model, whose names checkpoints have; DDP only sums the gradients.
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
     scaler = build.build_scaler(args, device)
     model = gradients.wrap_model(model_without_ddp, args)
@@ -281,7 +284,7 @@ def main(args):
         for epoch in run.epochs():
             if run.has_steps_left:
                 train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler, run)
-                run.save()
+                run.save()  # before the evaluation too: a kill in it costs no training
             if run.is_evaluation_due:
                 scored = model_without_ddp, model_ema, criterion, loaders, device, metrics, run
                 run.record_results(evaluate_all(args, *scored))
