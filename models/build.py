@@ -95,7 +95,8 @@ def build_model(
         source = source or f"--weights {args.weights}"
         check_rescaling(model, weights, args, source)
         weights = fit_channels(model, weights, args, source)
-        load_matching(model, weights, source, build, num_classes, needs_classifier=args.test_only)
+        fill = None if args.test_only else args.classifier_init
+        load_matching(model, weights, source, build, num_classes, classifier_init=fill)
     if args.freeze:
         ends = classifier_layers(model, num_classes)
         for name, parameter in model.named_parameters():
@@ -393,42 +394,53 @@ def load_matching(
     build: Callable[[int], nn.Module],
     num_classes: int,
     *,
-    needs_classifier: bool = False,
+    classifier_init: str | None = "zero",
 ) -> None:
-    """Load a state dict into a model; its classifier may be for another number of classes, and is then left out.
+    """Load a state dict into a model; where its classifier is missing or of other classes, a new one starts.
 
     A model by `build` with the state dict's number of classes loads it first, so that modules can translate older
-    versions. With `needs_classifier` no training follows, and the classifier must be for the model's `num_classes`.
-    Messages call the weights `source`.
+    versions. `classifier_init` is `zero` for a new classifier of zeros, `model` for the one that the model has drawn,
+    or None where no training follows: then the classifier must be for the model's `num_classes`. Messages call the
+    weights `source`.
 
     Raises:
         UserError: the state dict belongs to another model, or its classifier does not fit.
     """
-    for name, own in model.state_dict().items():
+    for name, tensor in model.state_dict().items():
         found = weights.get(name)
-        if found is not None and own.is_floating_point() and (not found.is_floating_point() or found.itemsize < 2):
+        if found is not None and tensor.is_floating_point() and (not found.is_floating_point() or found.itemsize < 2):
             raise UserError(f"{source} is quantized: {name} is {found.dtype}; give weights of 16 bits or more")
     ends = classifier_layers(model, num_classes)
+    own = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] in ends}
+    is_headless = bool(own) and not own.keys() & weights.keys()
+    if is_headless and classifier_init is not None:
+        weights = copy.copy(weights)  # with its notes
+        weights.update(own)
     theirs = count_classes(model, weights, num_classes)
     reader = model if theirs == num_classes else build(theirs)
     kind = getattr(weights, "kind", "a state dict")
     with in_one_line(f"{source} belongs to another model, check --model: it holds {kind}"):
         load_resized(reader, weights, source)
-    if reader is model:
+    if reader is model and not is_headless:
         if found := getattr(weights, "disorder", None):
             raise UserError(f"{source}: {found[0]}; --allow-change data takes them as they are now")
         return
-    if needs_classifier:
+    if classifier_init is None:
         raise UserError(
             f"{source} holds a classifier of {theirs} classes and the images are of {num_classes}; --test-only needs "
             "images of the classes that it was trained on"
         )
-    body = {name: tensor for name, tensor in reader.state_dict().items() if name.rpartition(".")[0] not in ends}
-    model.load_state_dict(body, strict=False)
-    print(
-        f"{source}: classifier of {counted(theirs, 'class')} left out, starting a new one of {num_classes} "
-        f"({', '.join(ends)})"
-    )
+    if reader is not model:
+        body = {name: tensor for name, tensor in reader.state_dict().items() if name not in own}
+        model.load_state_dict(body, strict=False)
+    # SqueezeNet's convolution has a ReLU behind it, through which no gradient reaches zeros.
+    is_zero = classifier_init == "zero" and all(isinstance(model.get_submodule(end), nn.Linear) for end in ends)
+    if is_zero:
+        for tensor in own.values():
+            tensor.zero_()
+    found = "no classifier" if is_headless else f"classifier of {counted(theirs, 'class')} left out"
+    values = "of zeros" if is_zero else "as the model draws it"
+    print(f"{source}: {found}, starting a new one of {num_classes} {values} ({', '.join(ends)})")
 
 
 def load_resized(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:

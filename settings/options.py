@@ -309,6 +309,9 @@ OPTIONS = {
                help="weights to start from: a name of torchvision's such as IMAGENET1K_V2, a file with a state dict "
                     "or a checkpoint, a safetensors file, or hf-hub:ORG/NAME or hf-hub:ORG/NAME/FILE of the Hugging "
                     "Face hub"),
+        Option("--classifier-init", default="zero", choices=["zero", "model"], resume=FREE, needs="weights",
+               help="a new classifier on --weights of other classes starts at zero, so that its first gradients do not "
+                    "spoil the features, as in BiT and ViT (zero), or as the model draws it (model)"),
         Option("--ema", default=False, resume=FREE,
                help="load the averaged weights (model_ema) of --weights FILE instead of the raw ones"),
         Option("--freeze", default=False, resume="the optimizer's state is that of the parameters that train",

@@ -245,12 +245,33 @@ def test_a_model_without_a_classifier_is_refused():
         classifier_layers(nn.Sequential(nn.Linear(4, 4)), 3)
 
 
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "timm/vit_tiny_patch16_224"])
+@pytest.mark.parametrize("fill", ["zero", "model"])
+@pytest.mark.parametrize("number", [5, None])
+def test_a_new_classifier_starts_at_zero_or_as_the_library_draws_it(name, fill, number, capsys):
+    argv = ["--synthetic", "--model", name, "--weights", "w.pth", "--classifier-init", fill, "--seed", "7"]
+    args = config.parse_args(argv)
+    get = timm.create_model if name.startswith("timm/") else torchvision.models.get_model
+    weights = get(name.removeprefix("timm/"), num_classes=number or 3).state_dict()
+    torch.manual_seed(7)
+    drawn = get(name.removeprefix("timm/"), num_classes=3)
+    ends = classifier_layers(drawn, 3)
+    if number is None:  # a backbone alone
+        weights = {key: value for key, value in weights.items() if key.rpartition(".")[0] not in ends}
+    is_zero = fill == "zero" and name != "squeezenet1_1"
+    for key, value in build_model(args, 3, weights).state_dict().items():
+        is_new = key.rpartition(".")[0] in ends
+        expected = drawn.state_dict()[key] if is_new else weights[key]
+        assert torch.equal(value, torch.zeros_like(value) if is_new and is_zero else expected)
+    assert f"{'of zeros' if is_zero else 'as the model draws it'} (" in capsys.readouterr().out
+
+
 def test_both_heads_of_a_distilled_model_are_replaced_and_trained(capsys):
     weights = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=5, depth=1).state_dict()
     argv = ["--model", "timm/deit_tiny_distilled_patch16_224", "--model-kwargs", "depth=1", "--weights", "w.pth"]
     args = config.parse_args(["--synthetic", *argv, "--freeze", "--lr", "0.1"])
     model = build_model(args, 3, weights)
-    assert "classifier of 5 classes left out, starting a new one of 3 (head, head_dist)" in capsys.readouterr().out
+    assert "left out, starting a new one of 3 of zeros (head, head_dist)" in capsys.readouterr().out
     assert torch.equal(model.state_dict()["blocks.0.mlp.fc1.weight"], weights["blocks.0.mlp.fc1.weight"])
     changed = changed_by_a_step(model, args, torch.randn(2, 3, 224, 224))
     assert changed == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
