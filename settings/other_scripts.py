@@ -134,8 +134,14 @@ class OtherCommand:
             if flag not in FLAGS and "_" in flag and (dashed := flag.replace("_", "-")) in self.known | FLAGS:
                 self.phrases.append(f"{flag} is {dashed}")
                 flag = dashed
+            begun = [name for name in DATA["torchvision"].split() if name.startswith(flag)]
+            if flag not in self.known | FLAGS and len(flag) > 2 and len(begun) == 1:
+                self.phrases.append(f"{flag} is {begun[0]}")
+                flag = begun[0]
             values = [value] if equals else []
             number = self._count(flag)
+            if not values and words and re.fullmatch(DATA["optional"].get(flag, "(?!)"), words[0]):
+                values = [words.pop(0)]
             while words and len(values) < number and not re.match("-[^0-9.]", words[0]):
                 values.append(words.pop(0))
             yield flag, values
@@ -184,7 +190,7 @@ class OtherCommand:
             return f"and other flags give {words[0]} two values; give one"
         if values and not ours:
             self.is_understood = False
-            return f"is not here{did_you_mean(values[0], theirs)} ({row.remark})"
+            return f"is not here{did_you_mean(values[0], theirs)}" + (f" ({row.remark})" if row.remark else "")
         return f"is {shlex.join(words)}{'' if theirs else remark}"
 
     def _place(self, words: list[str]) -> bool:
@@ -209,6 +215,8 @@ class OtherCommand:
         """Return words for here with the values of a flag in them."""
         if flag == "--output" and values:
             values = [os.path.join(*values, *self.given.get("--experiment", ()))]
+        if flag == "--pretrained" and values:  # a file, in forks
+            return ["--weights", *values]
         if flag in _COMPUTED and "recipe" not in self.options:  # which gives them too
             with suppress(UserError, ValueError, TypeError, ZeroDivisionError):
                 return self._compute(flag, *values)

@@ -117,7 +117,10 @@ def test_a_whole_command_of_timms_means_the_same_here():
     ("--apex --apex-opt-level O1", "--amp"),
     ("--gp max --model-kwargs a=1 --model-kwargs b=2", "--model-kwargs a=1 b=2 global_pool=max"),
     ("--lr-base 0.1 --lr-base-size 512", "--lr 0.1 --lr-scaling-batch 512 --lr-scaling linear"),
-    ("--tta 2", "--eval-flip"),
+    ("--tta 2", "--eval-flip"), ("--torchcompile inductor", "--compile"), ("--torchcompile", "--compile"),
+    # torchvision's parser takes unique beginnings; forks name a file.
+    ("--batch 64 --epoch 3 --tes", "--batch-size 64 --epochs 3 --test-only"),
+    ("--pretrained best.pth.tar", "--weights best.pth.tar"),
     ("--sched poly --decay-rate 0.9", "--lr-scheduler polylr --lr-power 0.9"),
     ("--amp-dtype bfloat16 --native-amp", "--amp-dtype bfloat16 --amp"),
     ("--gpu 1 --fp16", "--device cuda:1 --amp --batch-size 256 --global-batch-size 256"),
@@ -139,8 +142,9 @@ def test_lines(line, expected):
 
 
 @pytest.mark.parametrize("line", [
-    "--batchsize 32", "--epoch 5", "--modle x", "--sched cosin --dr 0.2", "--sched plateau", "--output",
-    "--remode rand", "--drop-path 0.2 --dropout 0.1 --drop 0.3", "e --batch_size 64 --epoch 3 -j8", "--batch_size x",
+    "--batchsize 32", "--modle x", "--torchcompile eager", "--mod x",
+    "--lr-w 3", "--sched cosin --dr 0.2", "--sched plateau", "--output",
+    "--remode rand", "--drop-path 0.2 --dropout 0.1 --drop 0.3", "e --batch_size 64 -j8", "--batch_size x",
     "--recipe resnet50-v1 --crop-pct 0.9", "--input-size 3 96 64", "--arch", "--smoothing 0.1 --epoch", "--xyzzy",
     "--data-dir d --modell vgg11", "--batch_size 1 --modell",
 ])  # fmt: skip
