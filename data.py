@@ -416,11 +416,13 @@ def build_batch_transforms(
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     normalize = transforms.Normalize(args.mean, args.std, device, memory_format)
     alphas = {"mixup_alpha": args.mixup_alpha, "cutmix_alpha": args.cutmix_alpha}
-    mix = transforms.get_mixup_cutmix(**alphas, num_classes=num_classes, mode=args.mixup_mode)
+    odds = {"prob": args.mixup_prob, "switch_prob": args.mixup_switch_prob}
+    mix = transforms.get_mixup_cutmix(**alphas, num_classes=num_classes, mode=args.mixup_mode, **odds)
     is_noisy = args.random_erase_fill == "pixel"
     has_erasing = args.augment and args.random_erase > 0
     erase = transforms.RandomErasing(args.random_erase, is_noisy=is_noisy) if has_erasing else None
-    return transforms.BatchTransform(normalize, erase, mix), transforms.BatchTransform(normalize)
+    training = transforms.BatchTransform(normalize, erase, mix, args.mixup_off_epoch)
+    return training, transforms.BatchTransform(normalize)
 
 
 class DeviceLoader:
@@ -462,7 +464,7 @@ class DeviceLoader:
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
             target = target if self.label_sets is None else self.label_sets[target].float()
-            yield self.transform(image, target, rng)
+            yield self.transform(image, target, rng, sampler.epoch if is_training else 0)
 
     def _one_ahead(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each batch once the stream has begun to prepare the next one."""

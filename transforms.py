@@ -231,20 +231,31 @@ class RandomCutMix(_Mixing):
 
 
 class RandomMix:
-    """Apply mixup or cutmix, each as often, to a batch; one of the two may be None."""
+    """Apply mixup or cutmix to a batch; one of the two may be None.
 
-    def __init__(self, mixup: RandomMixUp | None, cutmix: RandomCutMix | None) -> None:
-        self.mixup, self.cutmix = mixup, cutmix
+    Args:
+        mixup: mixup, or None.
+        cutmix: cutmix, or None.
+        prob: probability that a batch is mixed.
+        switch_prob: probability of cutmix rather than mixup, if there are both.
+    """
 
-    def draw(self, image: Tensor, rng: random.Random) -> tuple[RandomMixUp | RandomCutMix, Tensor]:
-        """Draw mixup or cutmix for a (B, C, H, W) batch, and the argument `drawn` of its `mix`."""
-        _, share = rng.random(), rng.random()  # the first is not used: without it, every later draw would be another
-        mixer = self.cutmix if self.mixup is None or (share < 0.5 and self.cutmix is not None) else self.mixup
-        return mixer, mixer.draw(image, rng)
+    def __init__(
+        self, mixup: RandomMixUp | None, cutmix: RandomCutMix | None, prob: float = 1.0, switch_prob: float = 0.5
+    ) -> None:
+        self.mixup, self.cutmix, self.prob, self.switch_prob = mixup, cutmix, prob, switch_prob
+
+    def draw(self, image: Tensor, rng: random.Random) -> tuple["RandomMixUp | RandomMix", Tensor] | None:
+        """Draw mixup or cutmix for a (B, C, H, W) batch, and the argument `drawn` of its `mix`; None to mix nothing."""
+        mixes, switch = rng.random(), rng.random()
+        has_both = self.mixup is not None and self.cutmix is not None
+        mixer = (self.cutmix if switch < self.switch_prob else self.mixup) if has_both else self.mixup or self.cutmix
+        return (mixer, mixer.draw(image, rng)) if mixes < self.prob else None
 
     def __call__(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Mix a batch by one of the two, as `RandomMixUp`."""
-        return self.draw(batch, process_rng())[0](batch, target)
+        drawn = self.draw(batch, process_rng())
+        return drawn[0](batch, target) if drawn else (batch, target)
 
 
 class RandomMixEach(RandomMix):
@@ -254,7 +265,9 @@ class RandomMixEach(RandomMix):
         """Return itself and (B, 7) numbers for `mix`: box, the image's share of the blend, and both targets' shares."""
         rows = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(len(image), 1)
         for row in rows:
-            mixer, drawn = super().draw(image, rng)
+            if (found := super().draw(image, rng)) is None:
+                continue
+            mixer, drawn = found
             if mixer is self.cutmix:
                 row[:4], row[5:] = drawn[:4], drawn[4:]
             else:
@@ -275,31 +288,48 @@ class RandomMixEach(RandomMix):
 
 
 def get_mixup_cutmix(
-    *, mixup_alpha: float, cutmix_alpha: float, num_classes: int, use_v2: bool = False, mode: str = "batch"
+    *,
+    mixup_alpha: float,
+    cutmix_alpha: float,
+    num_classes: int,
+    use_v2: bool = False,
+    mode: str = "batch",
+    prob: float = 1.0,
+    switch_prob: float = 0.5,
 ) -> RandomMix | None:
     """Return mixup or cutmix if its alpha is above 0, a random choice between them if both are, or None.
 
-    The mode `batch` draws once for the whole batch, `elem` for each image. `use_v2` has no effect, since both of
-    torchvision's versions compute the same.
+    The mode `batch` draws once for the whole batch, `elem` for each image; `prob` and `switch_prob` are `RandomMix`'s.
+    `use_v2` has no effect, since both of torchvision's versions compute the same.
     """
     mixup = RandomMixUp(num_classes, p=1.0, alpha=mixup_alpha) if mixup_alpha > 0 else None
     cutmix = RandomCutMix(num_classes, p=1.0, alpha=cutmix_alpha) if cutmix_alpha > 0 else None
     mix = RandomMixEach if mode == "elem" else RandomMix
-    return mix(mixup, cutmix) if mixup or cutmix else None
+    return mix(mixup, cutmix, prob, switch_prob) if mixup or cutmix else None
 
 
 class BatchTransform:
-    """The device's half of a preset: uint8 in; normalised floats out, erased and mixed as `erase` and `mix` say."""
+    """The device's half of a preset: uint8 in; normalised floats out, erased and mixed as `erase` and `mix` say.
 
-    def __init__(self, normalize: Normalize, erase: RandomErasing | None = None, mix: RandomMix | None = None) -> None:
-        self.normalize, self.erase, self.mix = normalize, erase, mix
+    From the epoch `mix_off_epoch` on, if it is not 0, nothing is mixed.
+    """
 
-    def __call__(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+    def __init__(
+        self,
+        normalize: Normalize,
+        erase: RandomErasing | None = None,
+        mix: RandomMix | None = None,
+        mix_off_epoch: int = 0,
+    ) -> None:
+        self.normalize, self.erase, self.mix, self.mix_off_epoch = normalize, erase, mix, mix_off_epoch
+
+    def __call__(self, image: Tensor, target: Tensor, rng: random.Random, epoch: int = 0) -> tuple[Tensor, Tensor]:
         """Transform (B, C, H, W) uint8 and (B,) int64 on the device, drawing from `rng`."""
         image = self.normalize(image)
         if self.erase is not None:
             image = self.erase.erase(image, to_device(self.erase.draw(image, rng), image.device))
-        if self.mix is not None:
-            mixer, drawn = self.mix.draw(image, rng)
+        is_on = self.mix is not None and (not self.mix_off_epoch or epoch < self.mix_off_epoch)
+        if is_on and (found := self.mix.draw(image, rng)):
+            mixer, drawn = found
             image, target = mixer.mix(image, target, to_device(drawn, image.device))
         return image.contiguous(memory_format=self.normalize.memory_format), target

@@ -79,7 +79,10 @@ def add_distillation(criterion: nn.Module, args: config.Resolved, student: nn.Mo
     memory_format = torch.channels_last if args.channels_last else torch.preserve_format
     device = next(student.parameters()).device
     teacher = build_teacher(args, list(val.classes)).to(device, memory_format=memory_format)
-    return Distillation(criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha)
+    return Distillation(
+        criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha,
+        temperature=args.distillation_temperature,
+    )  # fmt: skip
 
 
 def build_teacher(args: config.Resolved, classes: list[str]) -> nn.Module:

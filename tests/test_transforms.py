@@ -1,6 +1,7 @@
 """What happens to a batch: torchvision's mixing and erasing, drawn from an address."""
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -73,9 +74,10 @@ def test_each_image_is_mixed_by_draws_of_its_own():
         assert torch.allclose(1 - is_pasted[kept].double().mean((1, 2)), own[kept].double(), atol=1e-6)
 
 
-def test_draws_of_each_image_are_timms():
+@pytest.mark.parametrize("odds", [{}, {"prob": 0.6, "switch_prob": 0.2}])
+def test_draws_of_each_image_are_timms(odds):
     timm_mixup = pytest.importorskip("timm.data.mixup")
-    alphas = {"mixup_alpha": 0.2, "cutmix_alpha": 1.0, "num_classes": 2}
+    alphas = {"mixup_alpha": 0.2, "cutmix_alpha": 1.0, "num_classes": 2, **odds}
     ours = transforms.get_mixup_cutmix(**alphas, mode="elem")
     theirs = timm_mixup.Mixup(**alphas, mode="elem", label_smoothing=0.0)
     # Images of zeros beside images of ones: timm mixes with the image at the other end, ours with the one in front.
@@ -87,9 +89,34 @@ def test_draws_of_each_image_are_timms():
         pixels, soft = (torch.cat(part) for part in zip(*side, strict=True))
         share = soft.gather(1, target.repeat(50)[:, None]).flatten().double()
         is_cut = ((pixels == 0) | (pixels == 1)).flatten(1).all(1) & (share < 1)
-        side[:] = [is_cut.double().mean(), share[is_cut].mean(), share[~is_cut].mean(), share[~is_cut].var()]
+        side[:] = [
+            (share == 1).double().mean(),
+            is_cut.double().mean(),
+            share[is_cut].mean(),
+            share[~is_cut].mean(),
+            share[~is_cut].var(),
+        ]
     # Four standard errors of the difference of two means over 10,000 draws whose deviation is 0.5 at most: 0.028.
     assert torch.allclose(*map(torch.stack, sides), atol=0.028)
+
+
+def test_a_batch_is_mixed_as_often_as_asked_until_its_last_epoch():
+    odds = {"mixup_alpha": 1.0, "cutmix_alpha": 1.0, "prob": 0.5, "switch_prob": 0.25}
+    mixing = transforms.get_mixup_cutmix(**odds, num_classes=2)
+    normalize = transforms.Normalize((0.5,), (0.5,), torch.device("cpu"))
+    batch = transforms.BatchTransform(normalize, mix=mixing, mix_off_epoch=5)
+    image, target = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(-1, 1, 8, 8), torch.tensor([0, 1])
+    kinds = Counter()
+    for seed in range(2000):
+        mixed, soft = batch(image, target, random.Random(seed), epoch=4)
+        kinds["none" if soft.ndim == 1 else "cut" if mixed.abs().eq(1).all() else "mixup"] += 1
+        after, same = batch(image, target, random.Random(seed), epoch=5)
+        assert torch.equal(after, normalize(image))
+        assert torch.equal(same, target)
+    # Four standard errors of 2,000 draws.
+    assert {name: count / 2000 for name, count in kinds.items()} == pytest.approx(
+        {"none": 0.5, "cut": 0.125, "mixup": 0.375}, abs=0.045
+    )
 
 
 def test_exactly_the_drawn_boxes_are_zero():
