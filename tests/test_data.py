@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from settings import config
 from settings.options import get_args_parser
 from tests.images import pack_classes, write_images
 from tests.ranks import run_ranks
+from tests.started import DAMAGES, damage_folder
 
 
 def arguments(folder, *argv):
@@ -60,48 +62,22 @@ def test_a_sample_is_that_of_an_image_folder_for_the_same_draws(image_folder, ba
         assert (image.dtype, label) == (torch.float32, expected[1])
 
 
-@pytest.mark.parametrize("erase", [0.0, 1.0])
-@pytest.mark.parametrize("policy", [None, "ra"])
-def test_draws_of_a_key_are_those_of_its_address(image_folder, policy, erase):
-    preset = ClassificationPresetTrain(crop_size=24, auto_augment_policy=policy, random_erase_prob=erase)
-    dataset = data.IndexedImageFolder(image_folder / "train", preset, seed=3)
-    torch.manual_seed(1)
-    first, other = dataset[SampleKey(5, 1)][0], dataset[SampleKey(5, 2)][0]
-    torch.manual_seed(2)
-    assert torch.equal(dataset[SampleKey(5, 1)][0], first)
-    assert not torch.equal(first, other)
-    assert not torch.equal(first, dataset[SampleKey(5, 1, 1)][0])
-    expected = preset.finish.transforms[1](preset.finish.transforms[0](dataset.load(SampleKey(5, 1))[0]))
-    assert torch.equal(first, expected) == (erase == 0)
-    assert ((first == expected) | (first == 0)).all()
+DAMAGED = {
+    "no image": lambda path: path.write_bytes(b"<html>404</html>" * 50),
+    "bomb": lambda path: path.write_bytes(b"P6 20000 20000 255\n" + bytes(99)),  # 400 million pixels
+    "vanished": Path.unlink,
+    "a folder": damage_folder,
+    **{name: DAMAGES[name] for name in ("truncated", "empty")},
+}
 
 
-def damage(path, kind):
-    """Make an image one that cannot be read."""
-    content = path.read_bytes()
-    path.unlink()
-    if kind == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    elif kind == "zero bytes":
-        path.touch()
-    elif kind == "no image":
-        path.write_bytes(b"<html>404</html>" * 50)
-    elif kind == "bomb":
-        path.write_bytes(b"P6 20000 20000 255\n" + bytes(99))  # 400 million pixels
-    elif kind == "a folder":
-        path.mkdir()
-
-
-KINDS = ["truncated", "zero bytes", "no image", "bomb", "vanished", "a folder"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DAMAGED)
 def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
     root = write_images(tmp_path, {"train": [1], "val": [1]})
     monkeypatch.setattr("files.RETRY_S", 0.0)
     sets = data.build_datasets(str(root / "train"), str(root / "val"), arguments(root))
     for split, dataset, key in zip(["train", "val"], sets, [SampleKey(0, 0, 0), 0], strict=True):
-        damage(root / split / "class0" / "image000.jpg", kind)
+        DAMAGED[kind](root / split / "class0" / "image000.jpg")
         with pytest.raises(ImageError, match=rf"{split}/class0/image000.jpg \(class class0\): .") as caught:
             dataset[key]
         assert len(str(caught.value).splitlines()) == 1

@@ -108,19 +108,6 @@ def test_no_image_is_mixed_with_itself_where_another_order_exists(repetitions, n
             assert num_mixed_with_themselves(images) == 0, images
 
 
-def test_passes_go_on_from_epoch_to_epoch_where_they_are_asked_to():
-    sampler = TrainSampler(29, VirtualShards(8, 4))
-    assert [{key.epoch for key in sampler} for _ in range(2)] == [{0}, {0}]
-    sampler = TrainSampler(29, VirtualShards(8, 4))
-    sampler.advances_itself = True
-    seen = []
-    for epoch in (None, None, 7, None):
-        if epoch is not None:
-            sampler.set_epoch(epoch, 1)
-        seen += [{key.epoch for key, _ in zip(sampler, range(5), strict=False)}, len(sampler)]
-    assert seen == [{0}, 24, {1}, 24, {7}, 16, {8}, 24]
-
-
 def torchvisions_repeated(num_images, num_replicas, rank, seed, epoch, repetitions):
     """What torchvision's sampler says that it does, by lists: shuffle, repeat, pad, deal out, cut.
 
