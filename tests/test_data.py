@@ -16,7 +16,7 @@ import train
 from distributed import collectives
 from errors import ImageError, UserError
 from loading.forms import open_source
-from loading.source import minival_numbers
+from loading.source import Subset, minival_numbers, without
 from monitoring import preview
 from presets import ClassificationPresetTrain
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
@@ -60,6 +60,22 @@ def test_a_sample_is_that_of_an_image_folder_for_the_same_draws(image_folder, ba
         image, label = ours[number]
         assert torch.equal(image, expected[0])
         assert (image.dtype, label) == (torch.float32, expected[1])
+
+
+@pytest.mark.parametrize("erase", [0.0, 1.0])
+@pytest.mark.parametrize("policy", [None, "ra"])
+def test_draws_of_a_key_are_those_of_its_address(image_folder, policy, erase):
+    preset = ClassificationPresetTrain(crop_size=24, auto_augment_policy=policy, random_erase_prob=erase)
+    dataset = data.IndexedImageFolder(image_folder / "train", preset, seed=3)
+    torch.manual_seed(1)
+    first, other = dataset[SampleKey(5, 1)][0], dataset[SampleKey(5, 2)][0]
+    torch.manual_seed(2)
+    assert torch.equal(dataset[SampleKey(5, 1)][0], first)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first, dataset[SampleKey(5, 1, 1)][0])
+    expected = preset.finish.transforms[1](preset.finish.transforms[0](dataset.load(SampleKey(5, 1))[0]))
+    assert torch.equal(first, expected) == (erase == 0)
+    assert ((first == expected) | (first == 0)).all()
 
 
 DAMAGED = {
@@ -218,6 +234,21 @@ def test_each_class_has_at_least_one_image_on_either_side_where_it_has_two(tmp_p
     write_images(tmp_path / "single", {"train": [1, 1]})
     with pytest.raises(UserError, match="has one image of each class, and none to hold out"):
         sets_of(tmp_path / "single", "--minival", "0.5")
+
+
+def test_a_part_has_the_images_of_the_whole_under_new_numbers(image_folder):
+    whole = open_source(image_folder / "train")
+    part = Subset(whole, [20, 3, 11])
+    for ours, theirs in enumerate([3, 11, 20]):
+        assert part.name(ours) == whole.name(theirs)
+        assert part.label(ours) == whole.label(theirs)
+        assert part.read(ours) == whole.read(theirs)
+        assert part.path(ours) == whole.path(theirs)
+        assert part.size(ours) == len(whole.read(theirs))
+    assert names_of(Subset(part, [0, 2])) == [whole.name(3), whole.name(20)]
+    assert names_of(without(part, [1])) == [whole.name(3), whole.name(20)]
+    assert len({part.fingerprint(), whole.fingerprint(), Subset(part, [0, 2]).fingerprint()}) == 3
+    assert Subset(part, [0, 2]).fingerprint() == Subset(whole, [3, 20]).fingerprint()
 
 
 def test_without_val_there_is_a_validation_part(image_folder, tmp_path):
