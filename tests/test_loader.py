@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from errors import UserError
 from loading.loader import BatchLoader, check_workers
+from sampler import EvalSampler
 from tests.ranks import run_ranks
 
 
@@ -21,21 +22,6 @@ class Numbers(Dataset):
 
     def load(self, key):
         return torch.full((3, 4, 6), key, dtype=torch.uint8), key
-
-
-class Keys:
-    """The keys of batches of three, the last of one."""
-
-    batch_size = 3
-
-    def __init__(self, num_batches):
-        self.keys = range(3 * num_batches - 2)
-
-    def __len__(self):
-        return len(self.keys)
-
-    def __iter__(self):
-        return iter(self.keys)
 
 
 def test_more_workers_than_any_use_are_refused():
@@ -48,7 +34,7 @@ def test_more_workers_than_any_use_are_refused():
 def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does():
     before = set(multiprocessing.active_children())
     torch.set_num_threads(2)  # so that torch starts a thread in the process before we prepare it
-    loader = BatchLoader(Numbers(), Keys(20), num_workers=1, batch_bytes=3 * 3 * 4 * 6)
+    loader = BatchLoader(Numbers(), EvalSampler(58, 3), num_workers=1, batch_bytes=3 * 3 * 4 * 6)
     batches = iter(loader)
     torch.set_num_threads(1)
     next(batches)
@@ -78,7 +64,7 @@ def load_with_shared_memory_of(size, stdout):
     assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", "/dev/shm"], check=True)
-    loader = BatchLoader(Large(), Keys(3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
+    loader = BatchLoader(Large(), EvalSampler(7, 3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
     loader.start()
     with open(stdout, "w") as file:
         for image, label in loader:
