@@ -73,10 +73,9 @@ def test_a_mixed_batch_is_shown_pixel_for_pixel_with_its_shares(size, shown):
 # Evaluations without a model: the scores of an image are a function of its number.
 
 
-def pictures_of(folder, images, *, step=3, bests=None, is_resumed=False, is_evaluated=True):
-    run = SimpleNamespace(
-        is_resumed=is_resumed, parts={}, step=step, steps_per_epoch=3, bests={"best": bests}, is_evaluated=is_evaluated
-    )
+def pictures_of(folder, images, *, step=3, bests=None):
+    run = SimpleNamespace(is_resumed=False, is_evaluated=True, parts={}, step=step, steps_per_epoch=3)
+    run.bests = {"best": bests}
     run.best_now = ["best"] if bests and bests["step"] == step else []
     index = open_source(images)
     return pictures.Pictures(folder, run, None, SimpleNamespace(index=index, classes=index.classes))
