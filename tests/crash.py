@@ -16,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Semaphore
 from typing import Any, NamedTuple
 
 import files
@@ -23,6 +25,7 @@ import run
 from checkpointing import store
 from checkpointing.checkpoint import RunState
 from checkpointing.store import CheckpointManager
+from monitoring import loggers
 from tests.calls import CHANGING, Call, Trouble, Watch, read_log
 from tests.endings import Ending
 from tests.ranks import run_ranks, train_rank
@@ -68,6 +71,27 @@ class Writer:
         return future
 
 
+class Handshake:
+    """In place of the queue to a logger's thread: `put` returns once an item has been worked on.
+
+    So the calls have one order.
+    """
+
+    def __init__(self) -> None:
+        self.items, self.idle = SimpleQueue(), Semaphore(0)
+
+    def put(self, item: Any) -> None:
+        self.idle.acquire()
+        self.items.put(item)
+        if item is not None:  # after which the thread ends
+            self.idle.acquire()
+            self.idle.release()
+
+    def get(self) -> Any:
+        self.idle.release()
+        return self.items.get()
+
+
 def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | None, is_late: bool, spoil: tuple) -> None:
     """Prepare the process of a run: watch its calls, note what it saves and resumes, and plan its results.
 
@@ -78,7 +102,7 @@ def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | Non
         each()
     os.chdir(folder / "disk")
     files.RETRY_S = 0.01  # no disk here needs a second
-    store.ThreadPoolExecutor = partial(Writer, is_late)
+    store.ThreadPoolExecutor, loggers.SimpleQueue = partial(Writer, is_late), Handshake
     watch = Watch(folder / "disk", folder / "log", trouble, counted)
     save, wait_for_save, resume = CheckpointManager.save, CheckpointManager.wait_for_save, RunState.resume
     record_results, position = run.Run.record_results, None

@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+
+from tests.ranks import free_port, wait_for
 
 FAULTS = ["503", "429", "reset", "cut", "wrong", "silent", "slow"]
 
@@ -97,27 +99,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def free_port():
-    """Return a free port below 40,000: SeaweedFS takes a port and the one 10,000 above it."""
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(20_000, 40_000)))
-            return probe.getsockname()[1]
-
-
-def wait_for(url, timeout_s=40):
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            return urllib.request.urlopen(url, timeout=2)
-        except urllib.error.HTTPError:
-            return None
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.1)
-
-
 @contextmanager
 def nginx(folder, work):
     """Serve a folder by nginx over TLS, and yield its address and the file of its certificate."""
@@ -136,12 +117,7 @@ def nginx(folder, work):
     )
     process = subprocess.Popen(["nginx", "-c", work / "nginx.conf"], stderr=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
+        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 20)
         yield f"https://localhost:{port}", work / "cert"
     finally:
         process.terminate()
@@ -153,9 +129,18 @@ def find_weed():
     return shutil.which("weed", path=os.path.dirname(sys.executable))
 
 
+def is_answering(url):
+    try:
+        urllib.request.urlopen(url, timeout=2)
+    except OSError as error:
+        return isinstance(error, urllib.error.HTTPError)
+    return True
+
+
 @contextmanager
 def seaweed(work, bucket):
     """Start SeaweedFS with an empty bucket, and yield the environment by which clients of S3 find it."""
+    # It takes also the ports 10,000 above them.
     ports = {name: free_port() for name in ("master.port", "volume.port", "filer.port", "s3.port")}
     keys = {"AWS_ACCESS_KEY_ID": "planted-key", "AWS_SECRET_ACCESS_KEY": "planted-secret"}
     (work / "s3.json").write_text(
@@ -170,7 +155,7 @@ def seaweed(work, bucket):
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=work)
     try:
         endpoint = f"http://127.0.0.1:{ports['s3.port']}"
-        wait_for(endpoint)
+        wait_for(lambda: is_answering(endpoint), 40)
         addresses = (f"-{name}=127.0.0.1:{ports[f'{name}.port']}" for name in ("master", "filer"))
         shell = [command[0], "shell", *addresses]
         subprocess.run(shell, input=f"s3.bucket.create -name {bucket}\n".encode(), check=True, capture_output=True)

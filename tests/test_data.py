@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ import train
 from distributed import collectives
 from errors import ImageError, UserError
 from loading.forms import open_source
-from loading.source import minival_numbers
+from loading.source import Subset, minival_numbers, without
 from monitoring import preview
 from presets import ClassificationPresetTrain
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
@@ -23,6 +24,7 @@ from settings import config
 from settings.options import get_args_parser
 from tests.images import pack_classes, write_images
 from tests.ranks import run_ranks
+from tests.started import DAMAGES, damage_folder
 
 
 def arguments(folder, *argv):
@@ -76,32 +78,22 @@ def test_draws_of_a_key_are_those_of_its_address(image_folder, policy, erase):
     assert ((first == expected) | (first == 0)).all()
 
 
-def damage(path, kind):
-    """Make an image one that cannot be read."""
-    content = path.read_bytes()
-    path.unlink()
-    if kind == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    elif kind == "zero bytes":
-        path.touch()
-    elif kind == "no image":
-        path.write_bytes(b"<html>404</html>" * 50)
-    elif kind == "bomb":
-        path.write_bytes(b"P6 20000 20000 255\n" + bytes(99))  # 400 million pixels
-    elif kind == "a folder":
-        path.mkdir()
+DAMAGED = {
+    "no image": lambda path: path.write_bytes(b"<html>404</html>" * 50),
+    "bomb": lambda path: path.write_bytes(b"P6 20000 20000 255\n" + bytes(99)),  # 400 million pixels
+    "vanished": Path.unlink,
+    "a folder": damage_folder,
+    **{name: DAMAGES[name] for name in ("truncated", "empty")},
+}
 
 
-KINDS = ["truncated", "zero bytes", "no image", "bomb", "vanished", "a folder"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DAMAGED)
 def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
     root = write_images(tmp_path, {"train": [1], "val": [1]})
     monkeypatch.setattr("files.RETRY_S", 0.0)
     sets = data.build_datasets(str(root / "train"), str(root / "val"), arguments(root))
     for split, dataset, key in zip(["train", "val"], sets, [SampleKey(0, 0, 0), 0], strict=True):
-        damage(root / split / "class0" / "image000.jpg", kind)
+        DAMAGED[kind](root / split / "class0" / "image000.jpg")
         with pytest.raises(ImageError, match=rf"{split}/class0/image000.jpg \(class class0\): .") as caught:
             dataset[key]
         assert len(str(caught.value).splitlines()) == 1
@@ -242,6 +234,21 @@ def test_each_class_has_at_least_one_image_on_either_side_where_it_has_two(tmp_p
     write_images(tmp_path / "single", {"train": [1, 1]})
     with pytest.raises(UserError, match="has one image of each class, and none to hold out"):
         sets_of(tmp_path / "single", "--minival", "0.5")
+
+
+def test_a_part_has_the_images_of_the_whole_under_new_numbers(image_folder):
+    whole = open_source(image_folder / "train")
+    part = Subset(whole, [20, 3, 11])
+    for ours, theirs in enumerate([3, 11, 20]):
+        assert part.name(ours) == whole.name(theirs)
+        assert part.label(ours) == whole.label(theirs)
+        assert part.read(ours) == whole.read(theirs)
+        assert part.path(ours) == whole.path(theirs)
+        assert part.size(ours) == len(whole.read(theirs))
+    assert names_of(Subset(part, [0, 2])) == [whole.name(3), whole.name(20)]
+    assert names_of(without(part, [1])) == [whole.name(3), whole.name(20)]
+    assert len({part.fingerprint(), whole.fingerprint(), Subset(part, [0, 2]).fingerprint()}) == 3
+    assert Subset(part, [0, 2]).fingerprint() == Subset(whole, [3, 20]).fingerprint()
 
 
 def test_without_val_there_is_a_validation_part(image_folder, tmp_path):

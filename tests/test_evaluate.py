@@ -16,7 +16,7 @@ from PIL import Image
 
 from data import IndexedImageFolder
 from errors import UserError
-from loading.source import Source
+from loading.index import ArraySource
 from metrics import bootstrap_interval, calibration_error, rank_classes
 from models.build import build_model
 from scripts import evaluate
@@ -248,25 +248,11 @@ def test_broken_weights_are_refused(of_three, images, tmp_path):
     assert "are not finite" in outcome.output
 
 
-class Folders(Source):
-    """Class folders with these names and one image each."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(Path())
-        self.classes = names
-
-    def __len__(self) -> int:
-        return len(self.classes)
-
-    def label(self, number: int) -> int:
-        return number
-
-    def name(self, number: int) -> str:
-        return f"{self.classes[number]}/image.jpg"
-
-
 def image_set(name: str, words: list[str]) -> ImageSet:
-    return ImageSet(name, Folders(words))
+    """Return a set of class folders with these names and one image each."""
+    source = ArraySource(Path())
+    source.classes, source.labels = words, numpy.arange(len(words))
+    return ImageSet(name, source)
 
 
 def found(each: ImageSet, names: list[str] | None, num_classes: int, sets=(), *, script="torchvision"):

@@ -12,7 +12,7 @@ from tests.started import SMALL, refused, run_train
 @pytest.fixture(scope="module")
 def runs(image_folder, tmp_path_factory):
     runs = Runs(image_folder, tmp_path_factory.mktemp("runs"))
-    runs.run("undisturbed", 2, *HELD).check()
+    runs.run("undisturbed", 4, *HELD).check()  # for three batches of the held-out images
     return runs
 
 
@@ -47,6 +47,12 @@ def test_a_run_that_stops_after_an_epoch_goes_on_as_if_it_had_not(runs):
         assert (found["state"], found["step"], found["requeue"]) == (status, step, False)
         assert (f"--stop-epoch {extra[-1]} of --epochs 5: " in output) is (status == "stopped")
     assert_same(runs, "stopped")
+    pictures = [
+        {path.name: path.read_bytes() for path in (runs.folder / name).glob("picture-*")}
+        for name in ("stopped", "undisturbed")  # drawn by 2 and by 4 processes
+    ]
+    assert pictures[0] == pictures[1]
+    assert any("mistakes" in name for name in pictures[0])
 
 
 def test_more_sets_are_evaluated_by_their_names_and_choose_nothing(runs, image_folder):

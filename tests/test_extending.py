@@ -137,9 +137,6 @@ def twos(num_classes):
 def named_acc1(num_classes):
     return Count(name="acc1")
 
-def named_images(num_classes):
-    return Count(name="images")
-
 def two_sums(num_classes):
     return Count(sums=2)
 
@@ -387,12 +384,10 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--auto-augment {}:nothing_at_all", "'NoneType' object is not callable"),
     ("--lr-scheduler {}:below_zero", "its factor in epoch 0 is -1.0; expected 0 or more"),
     ("--lr-scheduler {}:nothing_at_all", "unsupported operand"),
-    ("--lr-scheduler cosin", "is no schedule"), ("--metrics f2", "--metrics f2 is no metric"),
     ("--metrics {}:nothing_at_all", "returned None; expected a metrics.Metric"),
     ("--criterion {}:each_image", "the loss is tensor(["),
     ("--lr-scheduler {}:half_negative --lr-per-step", "its factor in epoch 0.0625 is -1.0; expected 0 or more"),
     ("--metrics {}:named_acc1", "its curve acc1 has a name that is taken"),
-    ("--metrics {}:named_images", "its curve images has a name that is taken"),
     ("--metrics {}:ones {}:twos", "its curve x has a name that is taken"),
     ("--metrics {}:two_sums", "batch_sums returns 2 sums, and its num_sums is 1; give num_sums"),
     ("--criterion {}:exits_later", "code of your own has raised SystemExit(0); let it raise an Exception"),
@@ -420,7 +415,6 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--data-path {}:alike", "classes: expected a list of different names"),
     ("--data-path {}:many_labels", "label_sets are for images of several labels: give them and --multi-label"),
     ("--data-path {}:below --multi-label --bce-loss", "label_sets are for images of several labels"),
-    ("--best-metric f1", "--best-metric f1 is not among --metrics; there are loss, acc1, acc5"),
     ("--data-path {}:nothing_at_all", "it returned None of val; expected a Source"),
     ("--opt {}:sgd --opt-eps 1", "has no such option"),
 ])  # fmt: skip

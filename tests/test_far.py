@@ -168,6 +168,7 @@ WATCHED = {
     **CASES,
     "gradient checkpointing": "--grad-checkpointing --model timm/test_vit2",
     "bfloat16": "--amp --amp-dtype bfloat16",
+    "float16": "--amp --amp-dtype float16",
     "accumulation": "--batch-size 2 --global-batch-size 4",
     "no average": "--no-model-ema",
     "cutmix alone": "--mixup-alpha 0",
@@ -183,7 +184,8 @@ def test_no_step_between_two_lines_waits_for_the_device(runs, tmp_path, case):
     (_, first), *steps = json.loads((tmp_path / "waits.json").read_text())
     assert first  # the model's way to the device, and the first line
     assert len(steps) == (6 if case == "accumulation" else 13)
-    assert [waits for is_due, waits in steps if waits and not is_due] == []
+    # With float16 an optimizer looks at the loss scaler's verdict unless it is fused, as those of test_gpu.py.
+    assert {len(waits) for is_due, waits in steps if not is_due} == {int(case == "float16")}
     lines = [waits for is_due, waits in steps if is_due]
     assert all(0 < len(waits) <= 6 for waits in lines), lines
 

@@ -203,15 +203,20 @@ def test_a_size_that_a_model_cannot_take_is_refused_before_it_is_used(model, siz
 
 REFUSED = {
     "--model maxvit_t --train-crop-size-min 224 --train-crop-size 448 --crop-ramp-epochs 1 9": "--train-crop-size 256",
+    "--model maxvit_t --val-crop-size 256": "--val-crop-size 256",
+    "--model timm/swin_tiny_patch4_window7_224 --val-crop-size 256": "--train-crop-size 224",
+    "--model timm/levit_128s --train-crop-size 256": "--train-crop-size 256",
+    "--model timm/test_vitt": "did you mean timm/test_vit",
+    "--model timm/test_vit.r160_in1": "did you mean timm/test_vit.r160_in1k",
     # Too few for BatchNorm.
     "--model resnet18 --train-crop-size 32 --batch-size 1": "--train-crop-size 32 at --batch-size 1",
 }
 
 
 @pytest.mark.parametrize("argv", REFUSED)
-def test_every_size_of_an_epoch_and_a_batch_counts(argv):
+def test_every_size_of_an_epoch_and_a_batch_counts_and_a_mistyped_model_is_named(argv):
     with pytest.raises(UserError, match=REFUSED[argv]):
-        check_model(config.parse_args(["--synthetic", *argv.split()]))
+        check_model(config.parse_args(["--synthetic", *argv.split()]).replaced(distributed=False))
 
 
 def test_names_that_no_recipe_can_hold_are_refused():

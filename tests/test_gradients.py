@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models.gradients import PairwiseGradientSum, ShardedStep
 from sampler import VirtualShards
-from tests.ranks import run_ranks
+from tests.ranks import run_check
 
 
 def pairwise_by_recursion(values, num_processes):
@@ -66,10 +66,8 @@ class WeightedSums(nn.Module):
         return sum((parameter * factor).sum() for parameter, factor in zip(self.weights, factors, strict=True))
 
 
-def sum_over_ranks(num_shards):
+def sum_over_ranks(rank, world_size, num_shards):
     """Compare the gradients of several buckets, of sizes that no number of ranks divides, with the oracle's."""
-    torch.distributed.init_process_group("gloo")
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     shards = VirtualShards(num_shards, num_shards, rank, world_size)
     model = WeightedSums((1_000_003, 5, 300_001))
     step = ShardedStep(DistributedDataParallel(model), shards, device=torch.device("cpu"), is_deterministic=True)
@@ -87,13 +85,12 @@ def sum_over_ranks(num_shards):
         step.finish_gradients(number)
         for parameter, gradients in zip(model.weights, zip(*factors, strict=True), strict=True):
             assert torch.equal(parameter.grad, pairwise_by_recursion(gradients, world_size) / num_shards), number
-    torch.distributed.barrier()
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "num_shards"), [(2, 2), (2, 8), (3, 3), (4, 4), (4, 8)])
 def test_buckets_are_summed_beside_the_backward_pass_in_the_order_of_halves(world_size, num_shards, tmp_path):
-    run_ranks(sum_over_ranks, world_size, num_shards, log_folder=tmp_path).check()
+    run_check(world_size, sum_over_ranks, tmp_path, num_shards)
 
 
 @pytest.mark.parametrize("model", ["squeezenet1_1", "alexnet"])

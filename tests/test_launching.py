@@ -6,6 +6,8 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,17 +34,47 @@ def test_every_shell_block_and_script_is_sound(name, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_image_holds_every_module_and_package_and_nothing_else():
-    tracked = subprocess.run(
+def tracked():
+    return subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         capture_output=True, text=True, timeout=60, check=True, cwd=REPOSITORY,
     ).stdout.split()  # fmt: skip
-    packages = {name.split("/")[0] for name in tracked if re.fullmatch(r"\w+/(.*\.py|\w+\.toml)", name)} - {"tests"}
-    sources = {source for line in DOCKERFILE if line.startswith("COPY ") for source in line.split()[1:-1]}
+
+
+def copied():
+    """Return what scripts/Dockerfile copies."""
+    return {source for line in DOCKERFILE if line.startswith("COPY ") for source in line.split()[1:-1]}
+
+
+def test_the_image_holds_every_module_and_package_and_nothing_else():
+    packages = {name.split("/")[0] for name in tracked() if re.fullmatch(r"\w+/(.*\.py|\w+\.toml)", name)} - {"tests"}
+    sources = copied()
     assert sources == packages | {"*.py", "LICENSE", "requirements.txt"}
     ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignored if line.startswith("!")} == sources
     assert "*" in ignored
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("image")
+    for path in map(Path, tracked()):
+        if path.parts[0] in copied() or (len(path.parts) == 1 and path.suffix == ".py"):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / path, folder / path)
+    return folder
+
+
+@pytest.mark.parametrize(("words", "code", "expected"), [
+    ("--modle x", 2, "did you mean --model?"), ("--sched cosine", 2, "--lr-scheduler cosineannealinglr"),
+    ("--help lr-b", 0, "--lr-scaling-batch"), ("--help lr", 0, "--lr-scheduler"), ("--list-recipes digits", 0, "title"),
+])  # fmt: skip
+def test_a_command_line_is_answered_in_the_image(image, words, code, expected):
+    command = [sys.executable, "-B", "train.py", *words.split()]
+    done = subprocess.run(command, cwd=image, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert expected in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # What stands for torchrun: says how it was started, and ends as it is told.

@@ -13,8 +13,7 @@ from monitoring.events import curves
 from monitoring.monitor import read_records
 from settings import config
 from tests.endings import MACHINE_FIELDS
-from tests.ranks import run_ranks, train_rank
-from tests.started import SMALL_ANYWHERE
+from tests.started import SMALL_ANYWHERE, run_train
 
 OWN = """
 import json, os
@@ -50,12 +49,12 @@ def leaves(folder, facts):
 
 def train_in(folder, images, names, *argv, world_size=1, faults=()):
     """Train four epochs of three steps, with a record of each step."""
-    words = [
-        "--data-path", images, "--output-dir", folder / "run", *SMALL_ANYWHERE, "--batch-size", 4, "--epochs", 4,
-        "--global-batch-size", 8, "--print-freq", 1, "--checkpoint-steps", 4, "--use-deterministic-algorithms",
-        "--resume", "auto", *(["--logger", *names] if names else []), *argv,
-    ]  # fmt: skip
-    return run_ranks(train_rank, world_size, [str(word) for word in words], list(faults), log_folder=folder)
+    return run_train(
+        folder, "--data-path", images, "--output-dir", folder / "run", *SMALL_ANYWHERE, "--batch-size", 4,
+        "--epochs", 4, "--global-batch-size", 8, "--print-freq", 1, "--checkpoint-steps", 4,
+        "--use-deterministic-algorithms", "--resume", "auto", *(["--logger", *names] if names else []), *argv,
+        world_size=world_size, faults=faults,
+    )  # fmt: skip
 
 
 def exact(records):

@@ -14,8 +14,7 @@ from monitoring.events import NOT_DRAWN
 from monitoring.monitor import read_records
 from scripts.report import write_report
 from tests.endings import MACHINE_FIELDS
-from tests.ranks import run_ranks, train_rank
-from tests.started import SMALL_ANYWHERE
+from tests.started import SMALL_ANYWHERE, run_train
 
 # 29 images in steps of 8: 3 steps an epoch, 12 in all; windows of 5 steps reach over the ends of epochs.
 ARGV = """
@@ -26,7 +25,7 @@ ARGV = """
 
 def train_in(folder, images, *argv, world_size=1, faults=()):
     words = ["--data-path", images, "--output-dir", folder / "run", *SMALL_ANYWHERE, *ARGV, *argv]
-    return run_ranks(train_rank, world_size, [str(word) for word in words], list(faults), log_folder=folder)
+    return run_train(folder, *words, world_size=world_size, faults=faults)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from checkpointing.folder import OWN_FILES, PICTURES
 from loading.forms import open_source
 from monitoring import pictures
 from presets import ClassificationPresetTrain
-from tests.ranks import run_check
 from tests.started import SMALL, run_train
 from transforms import Normalize, RandomCutMix, pack_box
 
@@ -74,53 +73,26 @@ def test_a_mixed_batch_is_shown_pixel_for_pixel_with_its_shares(size, shown):
 # Evaluations without a model: the scores of an image are a function of its number.
 
 
-def pictures_of(folder, images, *, step=3, bests=None, is_resumed=False, is_evaluated=True):
-    run = SimpleNamespace(
-        is_resumed=is_resumed, parts={}, step=step, steps_per_epoch=3, bests={"best": bests}, is_evaluated=is_evaluated
-    )
+def pictures_of(folder, images, *, step=3, bests=None):
+    run = SimpleNamespace(is_resumed=False, is_evaluated=True, parts={}, step=step, steps_per_epoch=3)
+    run.bests = {"best": bests}
     run.best_now = ["best"] if bests and bests["step"] == step else []
     index = open_source(images)
     return pictures.Pictures(folder, run, None, SimpleNamespace(index=index, classes=index.classes))
 
 
-def observe(drawing, rank=0, world_size=1):
+def evaluate(drawing):
     index = drawing.val.index
-    numbers = [*sampler.EvalSampler(len(index), 3, rank, world_size)]
-    for batch in torch.tensor(numbers).split(3) if numbers else ():
+    for batch in torch.arange(len(index)).split(3):
         scores = torch.stack(
             [torch.randn(3, generator=torch.Generator().manual_seed(number)) for number in batch.tolist()]
         )
         drawing.observe("val", scores, torch.tensor([index.label(number) for number in batch.tolist()]), batch)
-
-
-def evaluate(drawing):
-    observe(drawing)
     drawing.draw()
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.glob("picture-*"))}
-
-
-def draw_in_rank(rank, world_size, folder, images):
-    drawing = pictures_of(folder / str(world_size) if rank == 0 else None, images)
-    observe(drawing, rank, world_size)
-    found = drawing.gather()
-    observe(drawing, rank, world_size)
-    drawing.draw()
-    assert found.index.tolist() == [*range(7)]
-    if rank == 0:
-        (folder / str(world_size) / "picture-numbers").write_bytes(b"".join(column.tobytes() for column in found))
-
-
-def test_pictures_are_the_same_bytes_on_any_number_of_processes(image_folder, tmp_path):
-    for world_size in (1, 2, 3, 4):  # for three batches
-        (tmp_path / str(world_size)).mkdir()
-        run_check(world_size, draw_in_rank, tmp_path, tmp_path, image_folder / "val")
-    expected = contents(tmp_path / "1")
-    assert expected.keys() == {"picture-counts-00000003.json", "picture-mistakes-00000003.png", "picture-numbers"}
-    assert all(contents(tmp_path / str(world_size)) == expected for world_size in (2, 3, 4))
-    assert all(OWN_FILES.fullmatch(name) for name in expected.keys() - {"picture-numbers"})
 
 
 def test_the_images_of_the_surest_mistakes_are_shown(image_folder, tmp_path):
@@ -152,6 +124,7 @@ def test_pictures_of_a_long_run_are_few(image_folder, tmp_path):
         evaluate(pictures_of(tmp_path, image_folder / "val", step=3 * epoch, bests=best))
     steps = {int(PICTURES.fullmatch(name)["step"]) for name in contents(tmp_path)}
     assert steps == {3 * 25, 3 * 40}
+    assert all(OWN_FILES.fullmatch(name) for name in contents(tmp_path))  # which --overwrite removes
     files = [json.loads((tmp_path / f"picture-counts-{step:08d}.json").read_text())["best"] for step in sorted(steps)]
     assert files == ["best.pth", None]
 

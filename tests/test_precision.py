@@ -1,37 +1,30 @@
-"""The step: its precision and speed options change no number beyond their rounding, and no step reads a tensor."""
+"""The step: its precision and speed options change no number beyond their rounding."""
 
 import copy
 import json
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
 
 import pytest
 import timm
 import torch
 import torchvision
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import BatchSampler
 
-import data
 import train
 from errors import UserError
 from models import gradients, optim
 from models.build import build_model, build_scaler, move_to_device, set_grad_checkpointing, set_up_device
-from models.ema import ExponentialMovingAverage, build_ema
-from models.losses import build_criterion
+from models.ema import ExponentialMovingAverage
 from monitoring.monitor import read_records
-from run import BareRun, Run
-from sampler import TrainSampler, VirtualShards
+from run import BareRun
+from sampler import VirtualShards
 from settings import config
 from tests.endings import differing
 from tests.ranks import run_ranks, torchrun_environment, train_rank
-from tests.runs import FLAG, Runs, assert_same, run_of
+from tests.runs import FLAG, Runs, assert_same
 from tests.started import SMALL_PLAIN, run_train
-from tests.tiny import Tiny
 
 CPU = torch.device("cpu")
 
@@ -267,119 +260,6 @@ def test_recomputed_blocks_give_the_same_bits_and_hold_less():
         saved.append(sum(kept))
     assert differing(*results) == []
     assert saved[1] < saved[0] / 2
-
-
-# Functions by which Python reads a tensor, and the operators beneath them.
-READERS = {
-    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__bool__,
-    torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.nonzero, torch.nonzero,
-}  # fmt: skip
-READING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_consecutive", "_unique2"}
-
-
-class HostReadError(AssertionError):
-    pass
-
-
-class NoFunctionReads(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in READERS:
-            raise HostReadError(f"{function.__name__} of a tensor")
-        return function(*args, **(kwargs or {}))
-
-
-class NoOperatorReads(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ in READING:
-            raise HostReadError(function.name())
-        return function(*args, **(kwargs or {}))
-
-
-class Batches(list):
-    """What a loader yields, loaded beforehand: a loader's own tensors are the host's to read."""
-
-
-class Listed(TrainSampler):
-    """A sampler whose keys are listed beforehand, for the same reason."""
-
-    def __iter__(self):
-        return iter(self.keys)
-
-
-def train_without_reads(args, tmp_path, criterion=None):
-    """Run 13 real steps, with the run's hook, forbidding reads but where a line is due; return the steps watched."""
-    model = Tiny(10, depth=2)
-    model = move_to_device(model, args, CPU)
-    model_ema = build_ema(args, model)
-    shards = VirtualShards(args.global_batch_size, args.num_shards)
-    sampler = Listed(13 * args.global_batch_size, shards)
-    sampler.keys = list(super(Listed, sampler).__iter__())
-    generator = torch.Generator().manual_seed(0)
-    size = (args.batch_size, 3, args.train_crop_size, args.train_crop_size)
-    loader = Batches(
-        (torch.randint(256, size, generator=generator, dtype=torch.uint8), torch.randint(10, size[:1]))
-        for _ in range(13 * shards.num_local)
-    )
-    loader.sampler, loader.batch_sampler = sampler, BatchSampler(sampler, sampler.batch_size, drop_last=False)
-    transform = data.build_batch_transforms(args, 10)[0]
-    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
-    if "fused" in optimizer.defaults:  # as on a GPU: the others read the loss scaler's verdict, or a step count
-        optimizer = type(optimizer)(optim.build_parameter_groups(args, model), lr=args.lr, fused=True)
-    watch, modes, watched = ExitStack(), [], []
-
-    def begin(module, inputs):  # the first thing that a step does with the device
-        if not modes:
-            modes.extend(watch.enter_context(mode) for mode in (NoOperatorReads(), NoFunctionReads()))
-        watched.append(run.state.step)
-
-    def end():
-        watch.close()
-        modes.clear()
-
-    class Watched(Run):
-        def end_step(self, metric_logger, grad_norm):
-            if metric_logger.is_line_due:
-                end()
-            super().end_step(metric_logger, grad_norm)
-
-    run = run_of(args, tmp_path, model, optimizer, sampler, CPU, Watched)
-    model.register_forward_pre_hook(begin)
-    try:
-        train.train_one_epoch(
-            model, criterion or build_criterion(args), optimizer,
-            data.DeviceLoader(loader, CPU, transform, 0), CPU, 0, args, model_ema, build_scaler(args, CPU), run,
-        )  # fmt: skip
-    finally:
-        end()
-    return watched
-
-
-@pytest.mark.parametrize("argv", [
-    "--amp", "--amp --amp-dtype bfloat16 --opt rmsprop --channels-last",
-    "--opt adamw --use-deterministic-algorithms --bce-loss --freeze",
-])  # fmt: skip
-def test_no_step_between_two_lines_reads_a_tensor(argv, tmp_path):
-    # 32 px: at 16 torch 2.15's bfloat16 gradient of a 3 x 3 convolution of one pixel is now and then not finite.
-    args = options(
-        "--print-freq", "5", "--model-ema", "--model-ema-steps", "2", "--clip-grad-norm", "1", "--batch-size", "4",
-        "--global-batch-size", "8", "--train-crop-size", "32", "--random-erase", "0.5", "--mixup-alpha", "0.2",
-        "--cutmix-alpha", "1", "--lr-warmup-epochs", "1", *argv.split(),
-    ).replaced(num_shards=2)  # fmt: skip
-    watched = train_without_reads(args, tmp_path)
-    assert watched == [step for step in range(13) for _ in range(2)]
-
-
-@pytest.mark.parametrize("read", [torch.Tensor.item, bool, torch.Tensor.cpu, lambda tensor: tensor[None].nonzero()])
-def test_negative_control_a_read_in_a_step_is_caught(read, tmp_path):
-    class ReadingLoss(nn.CrossEntropyLoss):
-        def forward(self, output, target):
-            loss = super().forward(output, target)
-            read(loss)
-            return loss
-
-    args = options("--print-freq", "5", "--batch-size", "4", "--global-batch-size", "4", "--train-crop-size", "32")
-    with pytest.raises(HostReadError):
-        train_without_reads(args.replaced(num_shards=1), tmp_path, ReadingLoss())
 
 
 @pytest.fixture(scope="module")

@@ -311,19 +311,3 @@ def test_a_resumed_run_and_an_evaluation_take_the_checkpoints(tmp_path):
     assert load_checkpoint(out / "checkpoint.pth", "it")["args"]["mean"] == [0.25, 0.5, 0.75]
     tested = run_train(tmp_path, *argv, "--resume", out / "checkpoint.pth", "--test-only").check()
     assert "--mean 0.25 0.5 0.75: as in the checkpoint" in tested.output
-
-
-@pytest.mark.parametrize(("argv", "words"), [
-    ("--model inception_v3", "--train-crop-size 224"),
-    ("--model vit_b_16 --train-crop-size 225 --val-crop-size 225", "--val-crop-size 225"),
-    ("--model maxvit_t --val-crop-size 256", "--val-crop-size 256"),
-    ("--model timm/swin_tiny_patch4_window7_224 --val-crop-size 256", "--train-crop-size 224"),
-    ("--model timm/levit_128s --train-crop-size 256", "--train-crop-size 256"),
-    ("--model timm/test_vitt", "did you mean timm/test_vit"),
-    ("--model timm/test_vit.r160_in1", "did you mean timm/test_vit.r160_in1k"),
-])  # fmt: skip
-def test_a_model_or_a_size_that_it_cannot_take_is_refused(argv, words):
-    args = config.parse_args(["--synthetic", *argv.split()]).replaced(distributed=False)
-    with pytest.raises(UserError, match=words) as refusal:
-        check_model(args)
-    assert "\n" not in str(refusal.value)

@@ -102,22 +102,6 @@ def test_boxes_are_torchvisions_for_the_same_state(size, scale):
     assert num_others <= 1  # rounded otherwise: none on most processors, 1 of 300,000 where it was counted
 
 
-def test_what_is_given_is_all_that_is_drawn_from():
-    preset = presets.ClassificationPresetTrain(crop_size=32)
-    assert preset.takes_draws
-    payload, before = encoded(picture(67, 45), "JPEG", quality=95), torch.get_rng_state()
-    crops = [preset.load(payload, Draws(seed)) for seed in (0, 1, 0)]
-    assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(crops[0], crops[2])
-    assert not torch.equal(crops[0], crops[1])
-    torch.manual_seed(0)
-    crop = preset.load(payload)
-    assert torch.equal(crop, preset.load(payload, TorchDraws(torch.Generator().manual_seed(0))))
-    others = [{"auto_augment_policy": "ra"}, {"backend": "pil"}, {"interpolation": InterpolationMode.NEAREST}]
-    for options in [*others, {"color_jitter": 0.4}, {"grayscale_prob": 0.1}, {"blur_prob": 0.1}]:
-        assert not presets.ClassificationPresetTrain(crop_size=32, **options).takes_draws
-
-
 @pytest.mark.parametrize(
     ("option", "timms"), [("grayscale_prob", "grayscale_prob"), ("blur_prob", "gaussian_blur_prob")]
 )

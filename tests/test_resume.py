@@ -172,27 +172,11 @@ def test_the_same_command_with_start_epoch_can_be_given_again(started, tmp_path)
     assert "resumed step 4 (epoch 1, step 1 of 3 in it)" in outcome.check().output
 
 
-def write_lists(folder, target):
-    """Write a list of each split, of the same images in another order."""
-    target.mkdir()
-    (target / "train").symlink_to(folder / "train")
-    (target / "val").symlink_to(folder / "val")
-    for split in ("train", "val"):
-        names = [path.relative_to(folder) for path in (folder / split).rglob("*.*")]
-        rows = [f"{name},{name.parts[1]}\n" for name in sorted(names, reverse=True)]
-        (target / f"{split}.csv").write_text("path,label\n" + "".join(rows))
-
-
-def write_shards(folder, target):
-    pack_shards(folder / "train", target)
-    shutil.copytree(folder / "val", target / "val")
-
-
-@pytest.mark.parametrize("write", [write_shards, write_lists])
-def test_a_run_resumes_from_another_form_to_the_same_bits(started, image_folder, tmp_path, write):
-    """Begun on class folders, and resumed on tars or on lists."""
+def test_a_run_resumes_from_another_form_to_the_same_bits(started, image_folder, tmp_path):
+    """Begun on class folders, and resumed on tars; on lists in test_changed_data.py."""
     other, out = tmp_path / "other", tmp_path / "out"
-    write(image_folder, other)
+    pack_shards(image_folder / "train", other)
+    shutil.copytree(image_folder / "val", other / "val")
     argv = ["--data-path", other, "--epochs", 2, "--workers", 1, "--resume", started.out / "checkpoint-00000004.pth"]
     started.go_on(tmp_path, out, *argv).check()
     found, expected = check_same_weights(out, started.out, "model")

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from errors import UserError
-from sampler import EvalSampler, RASampler, TrainSampler, VirtualShards
+from sampler import RASampler, TrainSampler, VirtualShards
 
 
 def batches_of(sampler):
@@ -108,19 +108,6 @@ def test_no_image_is_mixed_with_itself_where_another_order_exists(repetitions, n
             assert num_mixed_with_themselves(images) == 0, images
 
 
-def test_passes_go_on_from_epoch_to_epoch_where_they_are_asked_to():
-    sampler = TrainSampler(29, VirtualShards(8, 4))
-    assert [{key.epoch for key in sampler} for _ in range(2)] == [{0}, {0}]
-    sampler = TrainSampler(29, VirtualShards(8, 4))
-    sampler.advances_itself = True
-    seen = []
-    for epoch in (None, None, 7, None):
-        if epoch is not None:
-            sampler.set_epoch(epoch, 1)
-        seen += [{key.epoch for key, _ in zip(sampler, range(5), strict=False)}, len(sampler)]
-    assert seen == [{0}, 24, {1}, 24, {7}, 16, {8}, 24]
-
-
 def torchvisions_repeated(num_images, num_replicas, rank, seed, epoch, repetitions):
     """What torchvision's sampler says that it does, by lists: shuffle, repeat, pad, deal out, cut.
 
@@ -146,19 +133,6 @@ def test_the_repeated_sampler_for_scripts_is_torchvisions(num_replicas, repetiti
     keys = list(RASampler(range(512), shuffle=False))  # of one process, without a process group
     assert keys == [image for image in range(171) for _ in range(3)][:512]
     assert [key.repetition for key in keys[:6]] == [0, 1, 2, 0, 1, 2]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_images", [1, 7, 50, 101])
-@pytest.mark.parametrize("batch_size", [1, 8])
-def test_evaluation_batches_are_fixed_and_dealt_round_robin(world_size, num_images, batch_size):
-    everything = list(range(num_images))
-    expected = [everything[first : first + batch_size] for first in range(0, num_images, batch_size)]
-    samplers = [EvalSampler(num_images, batch_size, rank, world_size) for rank in range(world_size)]
-    for rank, sampler in enumerate(samplers):
-        assert list(BatchSampler(sampler, batch_size, drop_last=False)) == expected[rank::world_size]
-        assert len(sampler) == len(list(sampler))
-    assert sorted(index for sampler in samplers for index in sampler) == everything
 
 
 @pytest.mark.parametrize("needs_same_bits", [False, True])

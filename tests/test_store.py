@@ -219,7 +219,7 @@ class Nodes:
     def __init__(self, started, tmp_path, out="outRANK"):
         self.tmp_path = tmp_path
         self.argv = [*started.argv, "--batch-size", 4, "--global-batch-size", 8, "--output-dir", tmp_path / out]
-        self.argv += ["--save-per-node", "--epochs", 2]
+        self.argv += ["--save-per-node", "--epochs", 2, "--keep-last", 2]
 
     def run(self, *argv, faults=()):
         words = list(map(str, [*self.argv, *argv]))
@@ -238,7 +238,7 @@ def test_each_node_keeps_a_copy_and_the_newest_good_one_of_all_is_resumed(starte
     assert nodes.run(faults=KILLED).codes[0] == -9
     assert nodes.contents(0) == nodes.contents(1)
     assert sorted(nodes.contents(0)) == [
-        "best.pth", *(f"checkpoint-{step:08d}.pth" for step in (2, 3, 4)), "checkpoint.pth",
+        "best.pth", "checkpoint-00000003.pth", "checkpoint-00000004.pth", "checkpoint.pth",
     ]  # fmt: skip
     # The first node loses its newest files, and its best; the second one's newest is damaged.
     for name in ("checkpoint-00000004.pth", "checkpoint.pth", "best.pth", "checkpoint-00000003.pth"):

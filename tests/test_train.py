@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import types
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -18,10 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sampler
 import train
-import utils
-from distributed import collectives
 from settings import config
-from tests.ranks import REPOSITORY, run_ranks
+from tests.ranks import REPOSITORY, run_check
 from tests.started import SMALL_PLAIN, refused, run_train
 
 
@@ -41,19 +38,16 @@ class Scorer(nn.Module):
         return self.linear(self.norm(image))
 
 
-def evaluate_rank(num_images, batch_size, num_classes, results):
+def evaluate_rank(rank, world_size, num_images, batch_size, num_classes, results):
     """Evaluate on this rank's part of generated features, and let rank 0 write down what came out."""
-    args = types.SimpleNamespace(device="cpu", world_size=1, dist_url="env://", dist_timeout=1)
-    utils.init_distributed_mode(args)
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(num_images, 6, generator=generator)
     labels = torch.randint(num_classes, (num_images,), generator=generator)
-    keys = sampler.EvalSampler(num_images, batch_size, utils.get_rank(), utils.get_world_size())
+    keys = sampler.EvalSampler(num_images, batch_size, rank, world_size)
     loader = DataLoader(TensorDataset(features, labels), batch_size, sampler=keys)
-    result = train.measure(Scorer(num_classes, utils.get_rank()), nn.CrossEntropyLoss(), loader, torch.device("cpu"))
-    if utils.is_main_process():
-        Path(results).write_text(json.dumps(result))
-    collectives.shut_down()
+    result = train.measure(Scorer(num_classes, rank), nn.CrossEntropyLoss(), loader, torch.device("cpu"))
+    if rank == 0:
+        results.write_text(json.dumps(result))
 
 
 @pytest.mark.dist
@@ -62,7 +56,7 @@ def test_evaluation_is_the_same_in_every_bit_at_any_world_size(num_images, batch
     outcomes = []
     for world_size in [1, 2, 3, 4]:
         results = tmp_path / f"{world_size}.json"
-        run_ranks(evaluate_rank, world_size, num_images, batch_size, 3, str(results), log_folder=tmp_path).check()
+        run_check(world_size, evaluate_rank, tmp_path, num_images, batch_size, 3, results)
         outcomes.append(json.loads(results.read_text()))
     assert outcomes == [outcomes[0]] * 4
     assert outcomes[0]["n"] == num_images

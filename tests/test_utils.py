@@ -11,20 +11,6 @@ import utils
 from tests.ranks import run_check
 
 
-@pytest.mark.parametrize("count", [1, 6, 40])
-def test_meter_looks_at_a_window_and_at_everything(count):
-    values, meter = (torch.randint(-400, 400, (count,)) / 4).tolist(), utils.SmoothedValue(window_size=7)
-    for value in values:
-        meter.update(value)
-    window = values[-7:]
-    assert meter.median == sorted(window)[(len(window) - 1) // 2]  # the lower of two middle ones, as torch's
-    assert meter.avg == sum(window) / len(window)
-    assert meter.max == max(window)
-    assert meter.value == values[-1]
-    assert (meter.total, meter.count, meter.global_avg) == (sum(values), count, sum(values) / count)
-    assert list(meter.deque) == window
-
-
 def test_meters_are_empty_weighted_and_take_numbers_and_tensors():
     meter = utils.SmoothedValue(fmt="{median} {avg} {global_avg:.3f} {max} {value}")
     assert str(meter) == "0.0 0.0 0.000 0.0 0.0"

@@ -31,7 +31,7 @@ from scripts.trained import open_trained
 from settings import config
 from tests.images import write_images
 from tests.ranks import run_ranks, tool_rank
-from tests.started import SMALL, SMALL_ANYWHERE, Hostile, refused, run_train
+from tests.started import SMALL, SMALL_ANYWHERE, Hostile, run_train
 
 
 class Wrapped(nn.Module):
@@ -249,17 +249,6 @@ def test_a_safetensors_file_is_a_state_dict_and_a_damaged_one_is_refused(tmp_pat
         with pytest.raises(UserError, match="no safetensors file, or a damaged one") as refusal:
             load_weights(path)
         assert "\n" not in str(refusal.value)
-
-
-def test_a_run_starts_from_one(tmp_path):
-    images = write_images(tmp_path / "images", {"train": [4, 4, 4], "val": [1, 1, 1]})
-    save_file(timm.create_model("test_resnet", num_classes=3).state_dict(), tmp_path / "w.safetensors")
-    argv = ["--data-path", images, *SMALL_ANYWHERE, "--output-dir", tmp_path / "out"]
-    weights = ["--weights", tmp_path / "w.safetensors"]
-    ran = run_train(tmp_path, *argv, *weights, "--test-only").check()
-    assert "w.safetensors: a bare state dict" in ran.output
-    save_file({"other": torch.zeros(1)}, tmp_path / "w.safetensors")
-    refused(run_train(tmp_path, *argv, *weights, "--test-only"), "belongs to another model")
 
 
 def test_a_name_of_the_hub_means_a_file_there(tmp_path, monkeypatch):

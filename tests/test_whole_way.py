@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 
 import pytest
 import torch
@@ -38,15 +37,6 @@ def commands():
     return [shlex.split(line) for line in block.splitlines()]
 
 
-def process(folder, stdout, module, argv):
-    os.chdir(folder)
-    if stdout is not None:
-        descriptor = os.open(stdout, os.O_WRONLY | os.O_CREAT)
-        sys.stdout.flush()
-        os.dup2(descriptor, 1)
-    module_rank(module, argv)
-
-
 def run(folder, words, stdout=None):
     """Run a command line in a folder, forked from a warm server; return what it said."""
     launcher, *words = words
@@ -54,7 +44,7 @@ def run(folder, words, stdout=None):
     if launcher == "torchrun":
         world_size, words = int(words[0].removeprefix("--nproc_per_node=")), words[1:]
     module, *argv = words[1:] if words[0] == "-m" else [words[0].removesuffix(".py"), *words[1:]]
-    ranks = run_ranks(process, world_size, folder, stdout, module, argv, log_folder=folder)
+    ranks = run_ranks(module_rank, world_size, module, argv, (os.chdir, folder), None, stdout, log_folder=folder)
     return ranks.check().output
 
 
