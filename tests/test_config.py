@@ -87,7 +87,7 @@ def test_other_spellings():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--batch=8"], "--batch 8 is unknown; did you mean --batch-size?"),
+        (["--batch=8"], "--batch is --batch-size; the command here: python train.py"),
         (["--bach-size", "8"], "--bach-size 8 is unknown; did you mean --batch-size?"),
         (["images"], "unrecognized argument: images is unknown"),
         (["--pretrained"], "--weights IMAGENET1K_V1"),
