@@ -28,7 +28,7 @@ from loading.forms import check_source, find_sources, open_named, open_source, o
 from loading.lists import check_disjoint
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.remote import is_remote
-from loading.source import Source, Subset, count_classes, labels_of, minival_numbers, without
+from loading.source import Source, Subset, count_classes, first_of_each_class, labels_of, minival_numbers, without
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
@@ -219,10 +219,12 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> 
         if not split_custom(args.data_path or "") and not is_remote(args.data_path):
             check_source(Path(folder))
     source_test, rest = hold_out(open_split(valdir, args), args.minival)
+    source_test = limit_images(source_test, args.limit_val_images, "--limit-val-images")
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed, source_test)
     if args.test_only:
         return None, dataset_test
     source = open_split(traindir, args) if rest is None else rest
+    source = limit_images(source, args.limit_train_images, "--limit-train-images")
     if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
         print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
     check_disjoint(source, source_test)
@@ -263,6 +265,14 @@ def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | N
         raise UserError(f"--minival {fraction}: {source.where} has one image of each class, and none to hold out")
     print(f"minival: {len(held):,} of {len(source):,} training images are held out, and evaluated in place of val/")
     return Subset(source, held), without(source, held)
+
+
+def limit_images(source: Source, num_images: int | None, flag: str) -> Source:
+    """Return the first images of each class in turn, `num_images` in all; all of the source without a number."""
+    if num_images is None or num_images >= len(source):
+        return source
+    print(f"{flag} {num_images}: a trial on {num_images:,} of {len(source):,} images, the first of each class in turn")
+    return Subset(source, first_of_each_class(source, num_images))
 
 
 def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, TrainSampler, EvalSampler]:
@@ -390,7 +400,7 @@ def build_train_sampler(dataset: Dataset | None, args: Assigned) -> TrainSampler
 
 def build_eval_sampler(dataset: Dataset, args: Resolved) -> EvalSampler:
     """Return the sampler of a set to evaluate."""
-    return EvalSampler(len(dataset), args.batch_size, args.rank, args.world_size)
+    return EvalSampler(len(dataset), args.eval_batch_size or args.batch_size, args.rank, args.world_size)
 
 
 def start_loaders(datasets: Iterable[Dataset | None], args: Resolved) -> list[BatchLoader | None]:

@@ -22,7 +22,7 @@ from distributed import collectives
 from distributed.decision import CONTINUE, StepDecisions, WatchedLoader
 from distributed.launch import read_launch
 from distributed.watch import StallWatchdog
-from errors import ImageError, PreemptedError, StorageError, UserError, loader_killed
+from errors import ImageError, PreemptedError, StorageError, UserError, counted, loader_killed
 from files import write_atomically
 from metrics import Accuracy, Metric, Tally
 from models import gradients, optim
@@ -197,7 +197,7 @@ class Run(Steps):
 
     def finish(self) -> None:
         """Record and print how the run ended. Collective: every rank must call it."""
-        collectives.call_on_master(self.status.finish)
+        collectives.call_on_master(self.status.finish, self.why_stopped_early())
         if collectives.is_main_process():
             hours = None  # of all starts
             with suppress(OSError, StorageError, IndexError):
@@ -223,6 +223,9 @@ class Run(Steps):
         for epoch in range(self.state.epoch, self.args.epochs):
             if cause := self.decisions.decide().stop:
                 self.stop(cause)
+            if reason := self.why_stopped_early():
+                print(reason)
+                break
             if not self.is_done and epoch >= (self.args.stop_epoch or self.args.epochs):
                 self.ending = "stopped"
                 self.stop(f"--stop-epoch {self.args.stop_epoch} of --epochs {self.args.epochs}")
@@ -247,7 +250,23 @@ class Run(Steps):
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to train or to evaluate."""
-        return self.state.epoch == self.args.epochs - 1 and self.state.is_evaluated
+        is_last = self.state.epoch == self.args.epochs - 1
+        return self.state.is_evaluated and (is_last or self.why_stopped_early() != "")
+
+    def why_stopped_early(self) -> str:
+        """Return why `--patience` ends the run here, or nothing: a function of the position and of the best steps."""
+        args, state = self.args, self.state
+        bests = [best["step"] for best in state.bests.values() if best is not None]
+        if args.patience is None or not bests or not state.is_evaluated:
+            return ""
+        since = range(max(bests) // state.steps_per_epoch, state.epoch + 1)
+        num_worse = sum(is_evaluated_after(epoch, args) for epoch in since)
+        if num_worse < args.patience:
+            return ""
+        return (
+            f"stopped early after step {state.step}: no new best {args.best_metric} in "
+            f"{counted(num_worse, 'evaluation')} since step {max(bests)} (--patience {args.patience})"
+        )
 
     def describe(self) -> str:
         """Describe the current work, to debug a hang."""

@@ -39,14 +39,14 @@ class StatusFile:
         except OSError as error:
             print(f"warning: status.json in {self.folder} is not written: {error.strerror or error}")
 
-    def finish(self) -> None:
-        """Record that the run has finished.
+    def finish(self, reason: str = "") -> None:
+        """Record that the run has finished, and why if it stopped early.
 
         Raises:
             StorageError: the file cannot be written; a warning alone would leave the end unrecorded.
         """
         try:
-            retry(lambda: self.replace("finished"))
+            retry(lambda: self.replace("finished", reason))
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
             raise StorageError(

@@ -35,7 +35,9 @@ def check_workers(num_workers: int) -> None:
 
 def largest_batch_bytes(args: Any) -> int:
     """Return the bytes of the pixels of the largest batch, in training or in evaluation."""
-    return args.batch_size * args.in_chans * max(args.train_crop_size, args.val_crop_size) ** 2
+    evaluated = args.eval_batch_size or args.batch_size
+    pixels = max(args.batch_size * args.train_crop_size**2, evaluated * args.val_crop_size**2)
+    return pixels * args.in_chans
 
 
 def collate(samples: list[tuple[Tensor, int]], memory: Tensor | None = None) -> tuple[Tensor, Tensor]:

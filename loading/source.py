@@ -191,6 +191,16 @@ def minival_numbers(source: Source, fraction: float) -> list[int]:
     return sorted(held)
 
 
+def first_of_each_class(source: Source, num_images: int) -> numpy.ndarray:
+    """Return the numbers of the first images of each class in turn, `num_images` in all, in order."""
+    labels = labels_of(source)
+    order = numpy.argsort(labels, kind="stable")
+    begins = numpy.searchsorted(labels[order], labels[order])
+    turns = numpy.empty_like(order)
+    turns[order] = numpy.arange(len(order)) - begins
+    return numpy.sort(numpy.lexsort((labels, turns))[:num_images])
+
+
 def without(source: Source, numbers: Iterable[int]) -> Subset:
     """Return all images of a source but some."""
     return Subset(source, numpy.setdiff1d(numpy.arange(len(source)), numpy.fromiter(numbers, dtype=numpy.int64)))

@@ -139,6 +139,8 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--start-epoch {start_epoch}: expected less than --epochs {epochs}; epochs count from 0"),
     (lambda args: args.stop_epoch is not None and args.start_epoch >= args.stop_epoch,
      "--start-epoch {start_epoch}: expected less than --stop-epoch {stop_epoch}; epochs count from 0"),
+    (lambda args: args.patience is not None and args.eval_every == 0,
+     "--patience counts evaluations, and --eval-every 0 evaluates once, at the end; give one of them"),
     (lambda args: args.overwrite and args.resume == "auto",
      "--overwrite starts over and --resume auto resumes; give one of them"),
     (lambda args: args.test_only and not (args.weights or args.resume),

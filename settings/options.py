@@ -208,6 +208,11 @@ OPTIONS = {
                above=0, at_most=0.5, not_with="synthetic",
                help="hold out this fraction of the training images of each class, always the same ones, and evaluate "
                     "on them; val/ is not read and may be missing; above 0, at most 0.5"),
+        Option("--limit-train-images", type=int, at_least=1, not_with="synthetic",
+               resume="a position counts steps of the images that train",
+               help="for a trial: train on N images only, the first of each class in turn"),
+        Option("--limit-val-images", type=int, at_least=1, not_with="synthetic",
+               help="for a trial: evaluate on N images of val only, the first of each class in turn"),
         Option("--eval-data", metavar="NAME=DIR", nargs="+", resume=FREE, not_with="synthetic",
                help="evaluate on these sets too, of the same classes and in any form that val/ may have; log lines, "
                     "records and curves are labelled NAME; val/ alone chooses best.pth"),
@@ -350,6 +355,8 @@ OPTIONS = {
                resume="a position is counted in its steps",
                help="images per step over all processes, a multiple of --batch-size; fewer processes accumulate "
                     "gradients (default: --batch-size x processes of the first start)"),
+        Option("--eval-batch-size", type=int, at_least=1, at_most=1 << 24,
+               help="images that a process evaluates at once; results differ by rounding (default: --batch-size)"),
         Option("--seed", default=0, at_least=0, at_most=(1 << 32) - 1,
                help="seed of every random number: weights, order, augmentation, mixing, dropout"),
         Option("--opt", metavar="NAME", default="sgd", type=lower, resume="its state fits no other",
@@ -425,6 +432,9 @@ OPTIONS = {
         Option("--stop-epoch", type=int, at_least=1, resume=FREE, recipe=NEVER,
                help="stop after N epochs, with the learning rates of --epochs; to continue, give --resume auto with a "
                     "larger N or without this option"),
+        Option("--patience", metavar="N", type=int, at_least=1, resume=FREE,
+               help="early stopping: end the run after N evaluations without a new best by --best-metric, neither of "
+                    "the weights nor of their average"),
         Option("--start-epoch", default=0, at_least=0, resume=SILENT, recipe=NEVER,
                help="begin at this epoch without a checkpoint"),
         Option("--lr-scheduler", metavar="NAME", default="steplr", type=lower,
