@@ -8,6 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy
@@ -34,8 +35,7 @@ class ListIndex(ImageIndex):
 
     Images are ordered as in class folders, so a list of class folders' files gives their index, unless all labels are
     numbers, which have their own order. Whole ones are those of the names in classes.txt, from 0, or, without that
-    file, all of 0 to N - 1. With a `separator` an image has
-    any number of labels, none included.
+    file, all of 0 to N - 1. With a `separator` an image has any number of labels, none included.
     """
 
     form, separator = "list", None
@@ -58,7 +58,9 @@ class ListIndex(ImageIndex):
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of the list, and return the classes."""
         scan.watch(self.where, os.stat(self.where))
-        rows = [row for row in _read_rows(self.files[0], self.root.name, self.separator) if self._check_path(*row)]
+        rows = _read_rows(self.files[0], self.root.name, self.separator)
+        rows = [(line, with_slashes(path, self.root.parent), label) for line, path, label in rows]
+        rows = [row for row in rows if self._check_path(*row)]
         if not rows:
             raise UserError(f"{self.where} lists no images of {self.root.name}")
         if self.separator is None:
@@ -234,6 +236,12 @@ def check_class(where: str, name: str) -> None:
         raise UserError(f"{where}: a class cannot be called {name!r}; give it a name that a folder could have")
 
 
+def with_slashes(path: str, folder: Path) -> str:
+    """Return a path, and one with backslashes, as Windows writes it, with slashes unless it is a file as it stands."""
+    is_windows = "\\" in path and not os.path.isfile(os.path.join(folder, path))
+    return path.replace("\\", "/") if is_windows else path
+
+
 def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line; UserError if they are not UTF-8."""
     with open_to_read(path) as file:
@@ -315,9 +323,11 @@ def _read_objects(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _read_columns(path: Path, separator: str, read: Collection[str]) -> Iterator[tuple[int, dict]]:
-    reader = csv.reader(
-        (f"{line}\n" for _, line in _read_lines(path)), delimiter=separator, strict=True, skipinitialspace=True
-    )
+    lines = (f"{line}\n" for _, line in _read_lines(path))
+    first = next(lines, "")
+    if separator == "," and "," not in first and ";" in first:  # spreadsheets, where the comma is the decimal point
+        separator = ";"
+    reader = csv.reader(chain([first], lines), delimiter=separator, strict=True, skipinitialspace=True)
     try:
         columns = [name.strip().lower() for name in next(reader, [])]
         if len(set(columns)) < len(columns):

@@ -18,7 +18,7 @@ from distributed import collectives
 from errors import BadImageError, UserError, counted, did_you_mean, one_line
 from files import open_to_read
 from loading.decode import decode_plainly
-from loading.lists import SEPARATORS, read_table
+from loading.lists import SEPARATORS, read_table, with_slashes
 from loading.progress import Progress
 from loading.source import IMG_EXTENSIONS
 from presets import ClassificationPresetEval
@@ -80,7 +80,8 @@ def find_images(path: Path) -> Iterable[tuple[Path, str | None]]:
 
 def _listed_in(path: Path) -> Iterator[tuple[Path, str | None]]:
     for line, row in read_table(path, ("path",), ("label",)):
-        image, label = path.parent / str(row.get("path", "")), row.get("label")
+        name, label = with_slashes(str(row.get("path", "")), path.parent), row.get("label")
+        image = path.parent / name
         if not image.is_file():
             raise UserError(f"{path}, line {line}: {image} is no file; the column path is absolute or from the list")
         yield image, None if label in (None, "") else str(label).strip()

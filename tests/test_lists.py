@@ -138,7 +138,7 @@ def edited(folder: Path, **changes) -> None:
     (lambda folder: edited(folder, label=rows_of(folder, "train")[-1]["label"], path=rows_of(folder, "train", folder)[1]
                            ["path"]), "is listed with two classes"),
     (lambda folder: edited(folder, path=rows_of(folder, "train", folder)[1]["path"]), "is listed twice"),
-    (lambda folder: (folder / "train.csv").write_text("id;breed\n1;cat\n"), "no column path; the first line has id;b"),
+    (lambda folder: (folder / "train.csv").write_text("id;breed\n1;cat\n"), "no column path; the first line has id, b"),
     (lambda folder: (folder / "train.csv").write_text("path,label\n"), "lists no images of train"),
     (lambda folder: (folder / "train.csv").write_text("path,label\na.jpg\n"), "line 2: 1 values for 2 columns"),
     (lambda folder: (folder / "train.csv").write_text('path,label\n"a.jpg,b\n'), "line 2: unexpected end of data"),
@@ -226,3 +226,21 @@ def test_data_in_another_layout_are_answered_with_what_helps(folder):
     (folder / "labels.csv").write_text("path,label\n")
     with pytest.raises(UserError, match=r"if labels.csv lists the images, call it train.csv, with the columns path"):
         open_source(folder / "train")
+
+
+def test_a_list_of_a_spreadsheet_on_windows_is_read(folder, capsys):
+    """With semicolons, a byte order mark, line ends of two characters and backslashes, but for a name that has one."""
+    expected = {split: open_source(folder / split) for split in ("train", "val")}
+    odd = next((folder / "val").rglob("*.jpg"))
+    odd = odd.rename(odd.with_name("a\\b.jpg"))
+    expected["val"] = open_source(folder / "val")
+    for split, known in expected.items():
+        rows = [(known.path(number), known.class_name(number)) for number in range(len(known))]
+        paths = [os.path.relpath(path, folder) for path, _ in rows]
+        paths = [path if "\\" in path else path.replace("/", "\\") for path in paths]
+        lines = ["path;label", *(f"{path};{label}" for path, (_, label) in zip(paths, rows, strict=True))]
+        (folder / f"{split}.csv").write_bytes("\r\n".join([*lines, ""]).encode("utf-8-sig"))
+        found = open_source(folder / split)
+        assert found.form == "list"
+        assert [found.read(number) for number in range(len(found))] == [known.read(n) for n in range(len(known))]
+        assert found.fingerprint() == known.fingerprint()
