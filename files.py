@@ -211,15 +211,16 @@ def read_at(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
     return content
 
 
-def csv_text(rows: Iterable[Iterable[Any]]) -> str:
-    """Return rows as CSV. Text that a spreadsheet would compute as a formula gets a leading quote; numbers stay.
+def as_csv(rows: Iterable[Iterable[Any]]) -> bytes:
+    """Return rows as CSV in UTF-8, with the mark by which a spreadsheet knows it.
 
-    As OWASP advises against CSV injection. Control characters are written as escapes.
+    Text that a spreadsheet would compute as a formula gets a leading quote, as OWASP advises against CSV injection;
+    numbers stay. Control characters are written as escapes.
     """
     stream = io.StringIO()
     cells = ([_csv_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
     csv.writer(stream, lineterminator="\n").writerows(cells)
-    return stream.getvalue()
+    return stream.getvalue().encode("utf-8-sig")
 
 
 def _csv_cell(text: str) -> str:

@@ -22,7 +22,7 @@ from checkpointing.guard import find_disorder
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError, aligned, end_by, require_package, require_timm
-from files import csv_text
+from files import as_csv
 from loading.decode import decode_plainly
 from loading.forms import open_named
 from loading.progress import Progress
@@ -233,7 +233,7 @@ class Scores:
         if is_drawn:
             return saved(draw_confusion(names, rows, f"confusion on {self.set.name}").savefig, "png")
         rows = [[name, *row[:-1]] for name, row in zip(names, rows, strict=True)]
-        return csv_text([["true class", *names], *rows]).encode()
+        return as_csv([["true class", *names], *rows])
 
     def sections(self) -> dict[str, str]:
         """Return the sections of a page: mistakes as images, the surest first, and all classes, the worst first."""
@@ -371,7 +371,7 @@ def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scor
     if options.predictions is not None:
         header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
         rows = chain([header], *(scores.predictions() for scores in all_scores))
-        write_output(options.predictions, csv_text(rows).encode(), "--predictions")
+        write_output(options.predictions, as_csv(rows), "--predictions")
     if options.confusion is not None:
         write_output(options.confusion, all_scores[0].confusion(options.confusion.suffix), "--confusion")
     if options.html is not None:

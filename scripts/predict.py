@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from distributed import collectives
 from errors import BadImageError, UserError, counted, did_you_mean, one_line
-from files import open_to_read
+from files import as_csv, open_to_read
 from loading.decode import decode_plainly
 from loading.lists import SEPARATORS, read_table, with_slashes
 from loading.progress import Progress
@@ -197,6 +198,12 @@ def predict(options: argparse.Namespace) -> int:
         if options.html is not None:
             pairs = [pair for pair in zip(results, truths, strict=True) if isinstance(pair[0], Prediction)]
             write_page(options, pairs, is_ranked=not is_multi_label)
+        if options.csv is not None:
+            pairs = zip(results, truths, strict=True)
+            rows = [[each.file, truth, *chain(*each.top)] for each, truth in pairs if isinstance(each, Prediction)]
+            ranks = range(1, max(map(len, rows), default=2) // 2)
+            names = ["file", "class", *chain(*((f"predicted {rank}", f"share {rank}") for rank in ranks))]
+            write_output(options.csv, as_csv([names, *rows]), "--csv")
         show(predictions, trained.preprocessing, options, stdout)
     unreadable = [each for each in results if isinstance(each, str)]
     for reason in unreadable:
@@ -210,6 +217,8 @@ def main() -> None:
     add_options(parser, "a checkpoint, an exported file, or the name of published weights")
     parser.add_argument("images", metavar="IMAGE", nargs="+", type=as_path, help="files, folders, or lists")
     parser.add_argument("--html", metavar="FILE", type=output_file(".html"), help="show images and classes in a page")
+    text = "write the classes of each image to FILE, which spreadsheets open"
+    parser.add_argument("--csv", metavar="FILE", type=output_file(".csv"), help=text)
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
     parser.add_argument("--topk", metavar="K", type=positive, default=5, help="classes of an image (default: 5)")
     add_machine_options(parser, batch_size=32)

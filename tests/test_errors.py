@@ -78,4 +78,5 @@ def test_names_are_no_formulas_in_a_table_and_no_commands_to_a_terminal(tmp_path
 
 
 def test_numbers_in_a_table_stay_numbers():
-    assert files.csv_text([["a, b", -0.5, -3], ["+1", float("-inf"), None]]) == '"a, b",-0.5,-3\n\'+1,-inf,\n'
+    content = files.as_csv([["a, b", -0.5, -3], ["+1", float("-inf"), None]])
+    assert content == b'\xef\xbb\xbf"a, b",-0.5,-3\n\'+1,-inf,\n'

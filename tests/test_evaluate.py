@@ -45,7 +45,7 @@ def results(tmp_path: Path, *argv, **options) -> dict:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file:
         return list(csv.DictReader(file))
 
 
@@ -154,7 +154,7 @@ def test_the_page_and_the_confusion_are_those_of_the_scores(of_three, images, tm
     logits, targets = logits_of(of_three, images, [0, 1, 2])
     confidence, predicted = logits.softmax(1).max(1)
     whole = confusion_matrix(targets, predicted)
-    with open(tmp_path / "counts.csv", newline="") as file:
+    with open(tmp_path / "counts.csv", newline="", encoding="utf-8-sig") as file:
         head, *rows = csv.reader(file)
     assert head == ["true class", *NAMES[:3]]
     assert [[name, *map(int, counts)] for name, *counts in rows] == [[n, *c] for n, c in zip(NAMES, whole.tolist())]  # noqa: B905

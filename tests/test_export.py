@@ -1,5 +1,6 @@
 """scripts/export.py and predict.py: every form holds the checkpoint's model, by plain torchvision as the oracle."""
 
+import csv
 import hashlib
 import json
 import os
@@ -193,11 +194,20 @@ def test_json_stands_alone_on_standard_output(made, tmp_path):
     """With the warnings of libraries."""
     _, out, _, files = made
     files, stdout = files[::-1], tmp_path / "stdout"
-    argv = [out / f"{MODEL}.pt2", *files, "--json", "--topk", 2]
+    argv = [out / f"{MODEL}.pt2", *files, "--json", "--topk", 2, "--csv", tmp_path / "found.csv"]
     done = run_ranks(module_rank, 1, "scripts.predict", argv, (), None, stdout, log_folder=tmp_path).check()
     predictions = json.loads(stdout.read_text())["images"]
     assert [each["file"] for each in predictions] == files
     assert [len(each["top"]) for each in predictions] == [2] * len(files)
+    # As a spreadsheet reads it, which knows UTF-8 by its mark.
+    content = (tmp_path / "found.csv").read_bytes()
+    header, *rows = csv.reader(content.removeprefix("\ufeff".encode()).decode().splitlines())
+    assert content.startswith("\ufeff".encode())
+    assert header == ["file", "class", "predicted 1", "share 1", "predicted 2", "share 2"]
+    for row, each in zip(rows, predictions, strict=True):
+        assert row[:2] == [each["file"], ""]
+        expected = [(best["class"], best["probability"]) for best in each["top"]]
+        assert [*zip(row[2::2], map(float, row[3::2]), strict=True)] == expected
     assert all(line.startswith(("predicting: ", "preprocessing: ")) for line in done.output.splitlines()), done.output
 
 
