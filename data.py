@@ -218,7 +218,7 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> 
     for folder in [valdir] if args.test_only else [traindir, valdir]:
         if not split_custom(args.data_path or "") and not is_remote(args.data_path):
             check_source(Path(folder))
-    source_test, rest = hold_out(open_split(valdir, args), args.minival)
+    source_test, rest = hold_out(open_split(valdir, args), args.minival, args.minival_fold)
     source_test = limit_images(source_test, args.limit_val_images, "--limit-val-images")
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed, source_test)
     if args.test_only:
@@ -256,14 +256,15 @@ def build_more_sets(args: Resolved, dataset_test: Dataset) -> dict[str, Dataset]
     return sets
 
 
-def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | None]:
+def hold_out(source: Source, fraction: float | None, fold: int = 0) -> tuple[Source, Source | None]:
     """Return the images that `--minival` holds out, and the others; without it all, and None. UserError if too few."""
     if not fraction:
         return source, None
-    held = minival_numbers(source, fraction)
+    held = minival_numbers(source, fraction, fold)
     if not held:
-        raise UserError(f"--minival {fraction}: {source.where} has one image of each class, and none to hold out")
-    print(f"minival: {len(held):,} of {len(source):,} training images are held out, and evaluated in place of val/")
+        raise UserError(f"--minival {fraction}: {source.where} has too few images in each class to hold out")
+    part = f"minival, fold {fold}" if fold else "minival"
+    print(f"{part}: {len(held):,} of {len(source):,} training images are held out, and evaluated in place of val/")
     return Subset(source, held), without(source, held)
 
 

@@ -175,7 +175,8 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
                 "; a position is counted in steps of all images, so this cannot be changed"
             )
         refused += _compare_sets("train", theirs, _describe_set(train), notes)
-    sets = {"val": val, **more} if state["args"].get("minival") == args.minival else more
+    part = state["args"].get("minival"), state["args"].get("minival_fold", 0)
+    sets = {"val": val, **more} if part == (args.minival, args.minival_fold) else more
     known = {"val": theirs["val"], **state.get("eval_data", {})}
     for name in [name for name in sets if name in known]:  # sets of --eval-data may come and go
         differing = _compare_sets(name, known[name], _describe_set(sets[name]), notes)

@@ -173,21 +173,22 @@ def count_classes(source: Source) -> numpy.ndarray:
     return numpy.bincount(labels_of(source), minlength=len(source.label_sets)) @ source.label_sets.astype(numpy.int64)
 
 
-def minival_numbers(source: Source, fraction: float) -> list[int]:
+def minival_numbers(source: Source, fraction: float, fold: int = 0) -> list[int]:
     """Return the images of a training set that `--minival` holds out, in order.
 
     Of each class they are the images whose names, class/file, have the smallest SHA-256 hashes: that fraction of
     the class, rounded (halves up), but at least one, and none of a class of one image. So they depend on names and
-    fraction alone, and a smaller fraction, above 0, holds out some of the same images. Images of several labels count
-    as one class.
+    fraction alone, and a smaller fraction, above 0, holds out some of the same images. Each further `fold` holds out
+    the images that follow in this order. Images of several labels count as one class.
     """
     by_class, held = defaultdict(list), []
     for number in range(len(source)):
         label = 0 if source.label_sets is not None else source.label(number)
         by_class[label].append((hashlib.sha256(encoded(source.name(number))).digest(), number))
     for images in by_class.values():
-        num_held = min(max(int(len(images) * fraction + 0.5), 1), len(images) - 1)
-        held += [number for _, number in sorted(images)[:num_held]]
+        ends = [min(int(len(images) * fraction * number + 0.5), len(images)) for number in (fold, fold + 1)]
+        begin, end = max(ends[0], min(fold, 1)), max(ends[1], 1)  # fold 0 has an image
+        held += [number for _, number in sorted(images)[begin : min(end, len(images) - (fold == 0))]]
     return sorted(held)
 
 

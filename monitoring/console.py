@@ -123,7 +123,9 @@ def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
     best = next((name for name, best in state.bests.items() if best is not None), "checkpoint")
     words = ["--test-only", "--resume", str(folder / f"{best}.pth")]
     words += ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
-    words += ["--minival", str(args.minival)] if args.minival and args.synthetic is None else []
+    for name in ("minival", "minival_fold", "limit_val_images"):
+        if args.synthetic is None and getattr(args, name):
+            words += [BY_NAME[name].flag, str(getattr(args, name))]
     words += ["--device", str(args.device)] if "device" in args.given else []
     # A FILE.py is run only if it is named.
     own = [(n, [BY_NAME[n].flag, text]) for n, text in own_code(vars(args)) if n in ("model", "criterion")]

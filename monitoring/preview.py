@@ -97,7 +97,7 @@ def count_images(args: Any) -> tuple[int, int, str]:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe
             images = open_split(str(traindir), args)
         num_images, num_classes = len(images), len(images.classes)
-        num_held = len(minival_numbers(images, args.minival)) if args.minival else 0
+        num_held = len(minival_numbers(images, args.minival, args.minival_fold)) if args.minival else 0
         about = f"{traindir}: {num_images:,} images of {num_classes:,} classes"
     num_images, about = num_images - num_held, about + (f", {num_held:,} of them held out" if num_held else "")
     if args.limit_train_images is not None and args.limit_train_images < num_images:

@@ -284,6 +284,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
     add_train_option(parser, "minival", text)
+    add_train_option(parser, "minival_fold", "the fold of --minival (default: 0)")
     parser.add_argument("--html", metavar="FILE", type=output_file(".html"), help="show mistakes and classes in a page")
     text = "count true and predicted classes in FILE.csv, or in a picture, a FILE.png that is not there yet"
     parser.add_argument("--confusion", metavar="FILE", type=output_file(".csv"), help=text)
@@ -301,6 +302,8 @@ def validate(options: argparse.Namespace) -> None:
     names = [text.partition("=")[0] for text in options.sets]
     if len(set(names)) < len(names):
         raise UserError(f"--set: two sets are called {next(name for name in names if names.count(name) > 1)}")
+    if options.minival_fold is not None and options.minival is None:
+        raise UserError("--minival-fold K is of --minival FRACTION; give both")
     if (options.minival is not None) != ("minival" in names):
         raise UserError("--minival FRACTION and --set minival=DIR/train, the training images, are given together")
     files = [*map(os.path.realpath, filter(None, (options.json, options.html, options.confusion, options.predictions)))]
@@ -315,14 +318,16 @@ def validate(options: argparse.Namespace) -> None:
 
 def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -> tuple[list[ImageSet], list[str]]:
     """Return the sets, and the names of the model's classes for the results."""
-    seen = trained.trained_with.get("minival")
-    if options.minival is not None and not (isinstance(seen, float) and options.minival <= seen):
+    part = options.minival, options.minival_fold or 0
+    seen = trained.trained_with.get("minival"), trained.trained_with.get("minival_fold", 0)
+    is_held = seen == part or (seen[1] == part[1] == 0 and isinstance(seen[0], float) and (part[0] or 1) <= seen[0])
+    if options.minival is not None and not is_held:
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
     sets = []
     for text in options.sets:
         name, source = open_named("--set", text)
         if name == "minival":
-            source, _ = data.hold_out(source, options.minival)
+            source, _ = data.hold_out(source, *part)
         sets.append(ImageSet(name, source))
     return sets, number_classes(sets, trained, num_classes)
 

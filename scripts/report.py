@@ -100,10 +100,11 @@ class LoggedRun:
 
 
 def group_seeds(runs: list[LoggedRun]) -> dict[str, list[LoggedRun]]:
-    """Return groups of runs that differ in their seeds alone, by label."""
+    """Return groups of runs that differ in their seeds, or folds of a minival, alone, by label."""
     groups = {}
     for run in runs:
-        key = json.dumps({**run.options, "seed": None}, sort_keys=True, default=str) if run.options else run.name
+        options = {**run.options, "seed": None, "minival_fold": None}
+        key = json.dumps(options, sort_keys=True, default=str) if run.options else run.name
         groups.setdefault(key, []).append(run)
     return {", ".join(run.name for run in group): group for group in groups.values()}
 
@@ -371,7 +372,7 @@ def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:
             if last:
                 spreads = f"{spread(last):.2g}" if len(last) > 1 else ""
                 results.append([label, f"{kind} {name}", len(last), statistics.fmean(last), spreads])
-    note = "<p>Runs that differ only in their seed are one line, their mean, in a band of one standard deviation."
+    note = "<p>Runs that differ only in seed or fold are one line, their mean, in a band of one standard deviation."
     return {"Last results": table(["runs", "measure", "number", "mean", "standard deviation"], results) + note}
 
 

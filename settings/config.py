@@ -86,6 +86,8 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: (args.global_batch_size or 0) % args.batch_size
      and max(args.global_batch_size // args.batch_size, 1) * args.batch_size,
      "--global-batch-size {global_batch_size} is not a multiple of --batch-size {batch_size}; give {found}"),
+    (lambda args: args.minival and (args.minival_fold + 0.999) * args.minival > 1 and int(1 / args.minival + 1e-9) - 1,
+     "--minival-fold {minival_fold} of --minival {minival}: expected 0 to {found}"),
     (lambda args: _misnamed(args.eval_data or ()),
      "--eval-data {found}: expected NAME=DIR with a NAME of letters, digits and . - _, another one for each set; "
      "train, epoch, val, minival and endings of _ema are taken"),

@@ -208,6 +208,10 @@ OPTIONS = {
                above=0, at_most=0.5, not_with="synthetic",
                help="hold out this fraction of the training images of each class, always the same ones, and evaluate "
                     "on them; val/ is not read and may be missing; above 0, at most 0.5"),
+        Option("--minival-fold", metavar="K", default=0, at_least=0, needs="minival", is_strict=True,
+               resume="a position counts steps of the images that train",
+               help="cross-validation: hold out the K-th of the disjoint parts of --minival, from 0; folds 0 to 4 of "
+                    "--minival 0.2 hold out each image once"),
         Option("--limit-train-images", type=int, at_least=1, not_with="synthetic",
                resume="a position counts steps of the images that train",
                help="for a trial: train on N images only, the first of each class in turn"),

@@ -227,12 +227,16 @@ def test_a_minival_is_the_images_of_smallest_hashes_of_each_class(image_folder, 
 
 def test_each_class_has_at_least_one_image_on_either_side_where_it_has_two(tmp_path):
     source = open_source(write_images(tmp_path, {"train": [1, 2, 3, 40]}) / "train")
+    for fraction in (0.2, 0.25, 0.5):  # each image is in one fold, but for a class of one image
+        folds = [minival_numbers(source, fraction, fold) for fold in range(round(1 / fraction))]
+        assert folds[0] == minival_numbers(source, fraction)
+        assert sorted(number for held in folds for number in held) == [*range(1, len(source))]
     held = minival_numbers(source, 0.01)
     assert sorted(source.label(number) for number in held) == [1, 2, 3]
     assert len(minival_numbers(source, 0.5)) == 0 + 1 + 2 + 20
     assert set(held) < set(minival_numbers(source, 0.1)) < set(minival_numbers(source, 0.5))
     write_images(tmp_path / "single", {"train": [1, 1]})
-    with pytest.raises(UserError, match="has one image of each class, and none to hold out"):
+    with pytest.raises(UserError, match="has too few images in each class to hold out"):
         sets_of(tmp_path / "single", "--minival", "0.5")
 
 

@@ -228,15 +228,18 @@ def test_a_tar_and_the_average(of_three, images, tmp_path):
     assert ema["nll"] < 1.5 < raw["val"]["nll"]
 
 
-def test_minival_is_what_training_has_held_out(image_folder, tmp_path):
-    options = ["--data-path", image_folder, *SMALL, "--batch-size", BATCH, "--epochs", 1, "--minival", 0.25]
+@pytest.mark.parametrize("fold", [[], ["--minival-fold", 2]])
+def test_minival_is_what_training_has_held_out(image_folder, tmp_path, fold):
+    options = ["--data-path", image_folder, *SMALL, "--batch-size", BATCH, "--epochs", 1, "--minival", 0.25, *fold]
     run_train(tmp_path, *options, "--output-dir", tmp_path / "out").check()
     kinds = {line["kind"]: line for line in read_metrics(tmp_path / "out" / "metrics.jsonl")}
     line = kinds.get("minival") or kinds["val"]
-    argv = ["--set", f"minival={image_folder / 'train'}", "--minival", 0.25]
+    argv = ["--set", f"minival={image_folder / 'train'}", "--minival", 0.25, *fold]
     found = results(tmp_path, tmp_path / "out" / "checkpoint.pth", *argv)["minival"]
-    assert found["images"] == 3 + 3 + 2
+    assert found["images"] in (3 + 3 + 2, 2 + 3 + 2)
     assert (found["nll"], found["acc1"]) == pytest.approx((line["loss"], line["acc1"]))
+    others = run(tmp_path, tmp_path / "out" / "checkpoint.pth", *argv[:4], "--minival-fold", 1).check()
+    assert "the checkpoint was trained on these images" in others.output
 
 
 def test_broken_weights_are_refused(of_three, images, tmp_path):
