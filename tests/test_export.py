@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from PIL import Image
 
 from tests.exports import CLASSES, MODEL, plain_model, plain_probabilities, refused, run_tool, write_checkpoint
 from tests.images import write_images
-from tests.ranks import module_rank, run_ranks, tool_rank
+from tests.ranks import REPOSITORY, module_rank, run_ranks, tool_rank
 
 # Of a logit, those of the model are about 3, or of a probability: kernels sum in other orders.
 TOLERANCE = 1e-4
@@ -100,6 +102,20 @@ def test_onnx_is_one_file_that_takes_any_number_of_images(exported):
     for batch_size in (1, 5):
         found = torch.from_numpy(session.run(None, {"input": probe(batch_size).numpy()})[0])
         torch.testing.assert_close(found, logits(model, probe(batch_size)), rtol=0, atol=TOLERANCE)
+
+
+def test_the_page_shows_how_to_use_it_without_this_project(made, tmp_path):
+    pytest.importorskip("onnxruntime")
+    checkpoint, out, _, files = made
+    (block,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "tools.md").read_text(), flags=re.S)
+    graph = out / f"{MODEL}.onnx"
+    for file in files:
+        code = block.replace("published/resnet50.onnx", str(graph)).replace("photos/1.jpg", str(file))
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        name, share = done.stdout.rsplit(maxsplit=1)
+        expected, best = plain_probabilities(plain_model(checkpoint), file).max(0)
+        assert name == CLASSES[best]
+        assert float(share) == pytest.approx(expected.item(), abs=TOLERANCE)
 
 
 def test_program_computes_the_same_without_this_code(exported):
