@@ -191,135 +191,136 @@ OPTIONS = {
         Option("--recipe", metavar="NAME", resume=SILENT, recipe=NEVER,
                help="options to start from: a name in recipes/, or a TOML file"),
         Option("--list-recipes", metavar="WORD", nargs="?", const="", resume=FREE, recipe=NEVER,
-               help="print the recipes, or those whose text holds this word, or one whole recipe by its name, and "
-                    "exit"),
+               help="print all recipes, those that contain WORD, or the whole text of the recipe WORD, and exit"),
         Option("--dry-run", default=False, resume=FREE,
                help="print the data, model, batches, steps and learning rates of the run and its whole recipe, "
                     "and exit"),
     ],
     "data": [
         Option("--data-path", metavar="DIR", resume=FREE, not_with="synthetic",
-               help="folder that holds train/ and val/ with one folder for each class, or train.csv and val.csv, or "
-                    "train.tar and val.tar, or both in parts: train-000000.tar, train-000001.tar ...; or the address "
-                    "of a pack, https://, s3://, gs:// or az://; or FILE.py:FUNCTION"),
+               help="folder with train/ and val/ (one subfolder per class), train.csv and val.csv, or train.tar and "
+                    "val.tar (or shards: train-000000.tar, train-000001.tar ...); or the URL of a pack (https://, "
+                    "s3://, gs:// or az://); or FILE.py:FUNCTION"),
         Option("--multi-label", metavar="SEPARATOR", nargs="?", const=",", is_of_checkpoint=True,
-               help="an image has any number of labels, which this character separates in the column label of a list; "
-                    "with --bce-loss; best.pth is chosen by map, the mean average precision"),
-        Option("--minival", metavar="FRACTION", type=float, resume="a position counts steps of the images that train",
-               above=0, at_most=0.5, not_with="synthetic",
-               help="hold out this fraction of the training images of each class, always the same ones, and evaluate "
-                    "on them; val/ is not read and may be missing; above 0, at most 0.5"),
+               help="multi-label classification: an image has any number of labels, separated by this character in "
+                    "the label column of a list; use with --bce-loss; best.pth is chosen by map, the mean average "
+                    "precision"),
+        Option("--minival", metavar="FRACTION", type=float, above=0, at_most=0.5, not_with="synthetic",
+               resume="the saved position counts steps over the images that are trained on",
+               help="hold out this fraction of each class's training images, always the same ones, and evaluate on "
+                    "them instead of val/, which may be missing; above 0, at most 0.5"),
         Option("--eval-data", metavar="NAME=DIR", nargs="+", resume=FREE, not_with="synthetic",
-               help="evaluate on these sets too, of the same classes and in any form that val/ may have; lines, "
-                    "records and curves bear their names; val/ alone chooses best.pth"),
+               help="also evaluate on these sets, with the same classes and in any format that val/ may have; log "
+                    "lines, records and curves are labelled NAME; only val/ decides best.pth"),
         Option("--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800, at_least=1, at_most=1 << 40,
-               resume="a position is counted in steps of its images",
-               help="train on this many made-up images (12800 if no number is given) of 1000 classes"),
+               resume="the saved position counts steps over its images",
+               help="train on this many synthetic images (12800 if no number is given) of 1000 classes"),
         Option("--cache", metavar="DIR", resume=FREE, recipe=NEVER,
-               help="folder for images of a --data-path that is an address (default: touchstone in the user's cache)"),
+               help="local cache for a remote --data-path (default: touchstone in the user's cache folder)"),
         Option("--cache-gib", metavar="GIB", type=float, at_least=0, at_most=1e9, resume=FREE, recipe=NEVER,
-               help="most that --cache keeps of a split (default: what the disk has, less a tenth)"),
+               help="largest size of --cache for each split (default: no limit, but a tenth of the disk stays free)"),
         Option("--io-timeout", metavar="MIN", default=10.0, above=0, at_most=1e6, resume=FREE, recipe=NEVER,
-               help="how long a failing request is tried again"),
+               help="minutes to keep retrying a failed request"),
         Option("--workers", aliases=["-j"], type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
-               help="loader processes for each training process (default: its share of the cores, up to 16)"),
+               help="data loading processes per training process (default: its share of the cores, up to 16)"),
         Option("--cache-dataset", default=False, resume=FREE,
                help="no effect, accepted for torchvision's commands: the index is always cached"),
         Option("--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
                help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
-                    "torchvision's tensor resize (default: a faster way, mostly within one grey level of pil)"),
+                    "torchvision's tensor resize (default: a fast decoder, usually within one grey level of pil)"),
         Option("--in-chans", metavar="N", default=3, choices=[1, 3, 4], is_of_checkpoint=True,
-               resume="it is the width of the model's first layer",
-               help="channels of an image: 1 grey, 3 colour, 4 with alpha, which is 255 where a file has none; weights "
-                    "of another number are summed or repeated in the first layer, as in timm, and a function of your "
-                    "own takes it as in_chans"),
+               resume="the model's first layer depends on it",
+               help="image channels: 1 grey, 3 colour, 4 with alpha (255 where a file has none); weights for another "
+                    "number are summed or repeated in the first layer, as in timm; your own model function gets it "
+                    "as in_chans"),
         Option("--use-v2", default=False, resume=FREE, help="no effect, accepted for torchvision's commands"),
     ],
     "augmentation": [
         Option("--train-crop-size", metavar="PX", default=224, at_least=1, at_most=16384,
                help="side of a training image after random cropping, in pixels"),
         Option("--train-crop-size-min", metavar="PX", type=int, at_least=1, not_with="synthetic",
-               help="progressive resolution: crop size of the first epochs, which grows to --train-crop-size during "
+               help="progressive resizing: crop size of the first epochs, which grows to --train-crop-size during "
                     "--crop-ramp-epochs"),
         Option("--crop-ramp-epochs", metavar=("FIRST", "LAST"), type=int, nargs=2, needs="train_crop_size_min",
                is_strict=True,
-               help="epochs between which the crop size of --train-crop-size-min grows, by 32 pixels at a time"),
+               help="epochs between which the crop size grows from --train-crop-size-min, in steps of 32 pixels"),
         Option("--val-resize-size", metavar="PX", default=256, at_least=1, at_most=16384, is_of_checkpoint=True,
-               help="shorter side of an image in evaluation before its centre is cropped, in pixels"),
+               help="shorter side of a resized image in evaluation, before the centre crop, in pixels"),
         Option("--val-crop-size", metavar="PX", default=224, at_least=1, at_most=16384, is_of_checkpoint=True,
-               help="side of the central crop in evaluation, in pixels"),
+               help="side of the centre crop in evaluation, in pixels"),
         Option("--interpolation", default="bilinear", choices=INTERPOLATIONS, is_of_checkpoint=True,
-               help="method by which images are resized"),
+               help="interpolation method for resizing images"),
         Option("--mean", metavar="F", type=float, nargs="+", at_least=0, at_most=1, is_of_checkpoint=True,
-               help="mean by which each channel is normalised, for values from 0 to 1 (default: ImageNet's, 0.485 "
-                    "0.456 0.406, and for other --in-chans the average of these in each channel, as in timm; for timm/ "
-                    "models this and the sizes and the method above are as timm configures the model)"),
+               help="mean of each channel for normalisation, for values from 0 to 1 (default: ImageNet's, 0.485 "
+                    "0.456 0.406; with other --in-chans their average for each channel, as in timm; timm/ models "
+                    "take this, the sizes and the interpolation from timm's configuration)"),
         Option("--std", metavar="F", type=float, nargs="+", at_least=0.001, at_most=1, is_of_checkpoint=True,
-               help="standard deviation of each channel, likewise (default: likewise, else 0.229 0.224 0.225)"),
+               help="standard deviation of each channel (default: as for --mean; ImageNet's are 0.229 0.224 0.225)"),
         Option("--augment", default=True,
-               help="--no-augment: resize training images and cut their centre as in evaluation, to --train-crop-size; "
-                    "only mixing is left"),
+               help="--no-augment: resize and centre-crop training images as in evaluation, to --train-crop-size; "
+                    "only mixup and cutmix remain"),
         Option("--crop-scale", metavar="SHARE", default=0.08, at_least=0, at_most=1, not_with="synthetic",
-               needs="augment", help="smallest share of an image's area that a training crop shows"),
+               needs="augment", help="smallest fraction of an image's area that a random training crop covers"),
         Option("--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1, not_with="synthetic", needs="augment",
-               help="probability that a training image is mirrored"),
+               help="probability of flipping a training image horizontally"),
         Option("--auto-augment", metavar="POLICY", not_with="synthetic", needs="augment",
                help=f"augmentation policy: {', '.join(POLICIES)}, timm/SPECIFICATION such as "
                     "timm/rand-m7-mstd0.5-inc1, or FILE.py:FUNCTION (default: none)"),
         Option("--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30,
                needs=_which_take("ra_magnitude", "auto_augment"),
-               help="strength of the changes that --auto-augment ra makes, from 0 to 30"),
+               help="magnitude of --auto-augment ra, from 0 to 30"),
         Option("--augmix-severity", metavar="S", default=3, at_least=1, at_most=10,
                needs=_which_take("augmix_severity", "auto_augment"),
-               help="strength of the changes that --auto-augment augmix makes, from 1 to 10"),
+               help="severity of --auto-augment augmix, from 1 to 10"),
         Option("--color-jitter", metavar="F", default=0.0, at_least=0, at_most=1, not_with="synthetic", needs="augment",
                help="change brightness, contrast and saturation of a training image by factors from 1 - F to 1 + F, "
                     "after --auto-augment"),
         Option("--grayscale-prob", metavar="P", default=0.0, at_least=0, at_most=1, not_with="synthetic",
-               needs="augment", help="probability that a training image loses its colours, after --color-jitter"),
+               needs="augment", help="probability of converting a training image to grey, after --color-jitter"),
         Option("--blur-prob", metavar="P", default=0.0, at_least=0, at_most=1, not_with="synthetic", needs="augment",
-               help="probability that a training image is blurred, after --grayscale-prob, by a Gaussian of 0.1 to 2 "
-                    "pixels (standard deviation)"),
+               help="probability of blurring a training image, after --grayscale-prob, by a Gaussian with a standard "
+                    "deviation of 0.1 to 2 pixels"),
         Option("--random-erase", metavar="P", default=0.0, at_least=0, at_most=1, needs="augment",
-               help="probability that a random rectangle of a training image is erased"),
+               help="probability of erasing a random rectangle of a training image"),
         Option("--random-erase-fill", default="zero", choices=["pixel", "zero"], needs="random_erase",
-               help="fill the rectangle of --random-erase with zero, which is the mean colour, or with normal noise "
-                    "in each channel of each pixel (timm's mode pixel)"),
+               help="fill the erased rectangle with zero (the mean colour), or with normal noise for each pixel and "
+                    "channel (timm's mode pixel)"),
         Option("--mixup-alpha", metavar="A", default=0.0, at_least=0, at_most=1e9,
-               help="mix images by mixup, its shares drawn from Beta(A, A); 0 = off"),
+               help="mixup, with lambda drawn from Beta(A, A); 0 = off"),
         Option("--cutmix-alpha", metavar="A", default=0.0, at_least=0, at_most=1e9,
-               help="mix images by cutmix, its shares drawn from Beta(A, A); 0 = off"),
+               help="cutmix, with lambda drawn from Beta(A, A); 0 = off"),
         Option("--mixup-mode", default="batch", choices=["batch", "elem"], needs="mixup_alpha|cutmix_alpha",
-               help="draw mixup or cutmix and its share once for a batch (batch) or for each image (elem, as in timm)"),
+               help="choose mixup or cutmix and draw lambda once per batch (batch) or per image (elem, as in timm)"),
         Option("--ra-sampler", default=False,
-               help="repeated augmentation: train on each image --ra-reps times in a step, in different micro-batches"),
+               help="repeated augmentation: train on each image --ra-reps times per step, in different micro-batches"),
         Option("--balanced-sampler", default=False,
-               help="show every class as often: an epoch has as many images as the set, those of small classes several "
-                    "times, each time with other random crops, and only some of large classes"),
+               help="sample all classes equally often: an epoch keeps its number of images, but repeats those of "
+                    "small classes, with new random crops each time, and subsamples large ones"),
         Option("--ra-reps", default=3, at_least=1, needs="ra_sampler",
-               help="number of times that --ra-sampler repeats an image"),
+               help="number of times that --ra-sampler repeats each image"),
     ],
     "model": [
-        Option("--model", metavar="NAME", default="resnet18", resume="its weights fit no other", is_of_checkpoint=True,
-               help="model to train: any of torchvision's classifiers, timm/NAME, or FILE.py:FUNCTION, a function of "
-                    "your own that takes num_classes and returns the model"),
-        Option("--model-kwargs", metavar="KEY=VALUE", nargs="*", resume="they are the model's", is_of_checkpoint=True,
+        Option("--model", metavar="NAME", default="resnet18", is_of_checkpoint=True,
+               resume="the checkpoint's weights fit no other model",
+               help="model to train: any of torchvision's classifiers, timm/NAME, or FILE.py:FUNCTION, your own "
+                    "function, which takes num_classes and returns the model"),
+        Option("--model-kwargs", metavar="KEY=VALUE", nargs="*", resume="they define the model", is_of_checkpoint=True,
                help="keyword arguments for the function that builds the model, such as width=8 or act_layer=gelu; "
-                    "values are Python literals, else text"),
+                    "values are parsed as Python literals, else kept as strings"),
         Option("--weights", metavar="NAME|FILE", resume=FREE, is_of_checkpoint=True,
-               help="weights to start from: a name of torchvision's such as IMAGENET1K_V2, a file with a state dict "
-                    "or a checkpoint, a safetensors file, or hf-hub:ORG/NAME or hf-hub:ORG/NAME/FILE of the Hugging "
-                    "Face hub"),
+               help="initial weights: a torchvision name such as IMAGENET1K_V2, a file with a state dict or a "
+                    "checkpoint, a safetensors file, or hf-hub:ORG/NAME or hf-hub:ORG/NAME/FILE from the Hugging "
+                    "Face Hub"),
         Option("--ema", default=False, resume=FREE,
-               help="take the averaged weights (model_ema) from --weights FILE instead of the raw ones"),
+               help="use the averaged weights (model_ema) of --weights FILE instead of the raw ones"),
         Option("--freeze", default=False, resume="the optimizer's state is that of the parameters that train",
-               help="train the classifier alone; the layers below stay as they are, in evaluation mode"),
+               help="train only the classifier; all other layers are frozen, in evaluation mode"),
         Option("--freeze-below", metavar="LAYER", not_with="freeze",
                resume="the optimizer's state is that of the parameters that train",
-               help="leave all layers before this one as they are, in evaluation mode: a name of the model's such as "
-                    "layer3, blocks.5 or encoder.layers.encoder_layer_6, in the order of its parameters"),
+               help="freeze all layers before this one, in evaluation mode: a layer name such as layer3, blocks.5 or "
+                    "encoder.layers.encoder_layer_6, in the order of the model's parameters"),
         Option("--stochastic-depth", metavar="P", type=float, at_least=0, at_most=1, not_with="freeze",
-               help="stochastic depth: probability of dropping the deepest block (default: the model's)"),
+               help="stochastic depth: drop probability of the deepest block (default: the model's)"),
         Option("--dropout", metavar="P", type=float, at_least=0, at_most=1,
                help="probability of every dropout layer (default: the model's)"),
         Option("--eval-flip", default=False, is_of_checkpoint=True,
@@ -328,144 +329,144 @@ OPTIONS = {
                help="synchronise BatchNorm over all processes; needs --global-batch-size / --batch-size processes"),
         Option("--model-ema", default=False, help="keep and evaluate an exponential moving average of the weights"),
         Option("--model-ema-steps", default=32, at_least=1, needs="model_ema",
-               help="move the average of --model-ema every N steps"),
+               help="update the average of --model-ema every N steps"),
         Option("--model-ema-decay", metavar="D", default=0.99998, at_least=0, below=1, needs="model_ema",
-               help="decay of the average, adjusted as in torchvision to global batch, --model-ema-steps and epochs"),
+               help="decay of the average, adjusted as in torchvision for global batch, --model-ema-steps and epochs"),
         Option("--model-ema-adjust", default=True, needs="model_ema",
-               help="adjust --model-ema-decay as torchvision does; else it is the decay of each move, as in timm"),
+               help="adjust --model-ema-decay as torchvision does; else it is the decay of each update, as in timm"),
     ],
     "optimization": [
         Option("--batch-size", aliases=["-b"], default=32, at_least=1, at_most=1 << 24,
-               resume="it is the size of a micro-batch",
-               help="images that a process takes through the model at once"),
+               resume="it sets the size of the micro-batches",
+               help="images per forward pass in each process"),
         Option("--global-batch-size", type=int, at_least=1, at_most=1 << 31,
-               resume="a position is counted in its steps",
+               resume="the saved position counts steps of this size",
                help="images per step over all processes, a multiple of --batch-size; fewer processes accumulate "
-                    "gradients (default: --batch-size x processes of the first start)"),
+                    "gradients (default: --batch-size x number of processes at the first start)"),
         Option("--seed", default=0, at_least=0, at_most=(1 << 32) - 1,
                help="seed of every random number: weights, order, augmentation, mixing, dropout"),
-        Option("--opt", metavar="NAME", default="sgd", type=lower, resume="its state fits no other",
+        Option("--opt", metavar="NAME", default="sgd", type=lower,
+               resume="the checkpoint's state fits no other optimizer",
                help=f"optimizer: {', '.join(OPTIMIZERS)}, timm/NAME such as timm/lamb, or FILE.py:FUNCTION"),
         Option("--opt-betas", metavar=("B1", "B2"), type=float, nargs=2, at_least=0, below=1,
                help="betas of the optimizers that have them (default: 0.9 0.999 of --opt adamw)"),
         Option("--opt-eps", metavar="EPS", type=float, at_least=0, at_most=1e12,
                help="epsilon of the optimizers that have one (default: 1e-8, 0.0316 of --opt rmsprop)"),
         Option("--lr", default=0.1, at_least=0, at_most=1e30,
-               help="peak learning rate; does not follow the batch size unless --lr-scaling is given"),
+               help="peak learning rate; not scaled with the batch size unless --lr-scaling is given"),
         Option("--lr-scaling", default="none", choices=["none", "linear", "sqrt"],
                help="multiply --lr by global batch / --lr-scaling-batch (linear), or by its square root"),
         # Recipes have the fact reference-global-batch for it, which is what resumed runs compare.
         Option("--lr-scaling-batch", type=int, at_least=1, at_most=1 << 31, resume=FREE, recipe=NEVER,
                needs="lr_scaling=linear|sqrt", is_strict=True,
-               help="global batch that --lr is for (default: the recipe's reference-global-batch)"),
+               help="global batch size that --lr is meant for (default: the recipe's reference-global-batch)"),
         Option("--layer-decay", metavar="F", type=float, at_least=0, at_most=1, not_with="freeze",
-               help="layer-wise learning rates: factor from each layer to the one below it (default: one rate for "
-                    "all)"),
+               help="layer-wise learning rate decay: factor from each layer to the one below it (default: off)"),
         Option("--momentum", metavar="M", default=0.9, at_least=0, below=1,
                help="momentum of the optimizers that have one"),
         Option("--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, at_least=0, at_most=1e6,
-               help="weight decay of all parameters that no option below names"),
+               help="weight decay of all parameters not covered by the options below"),
         Option("--norm-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
                help="weight decay of normalisation layers (default: --weight-decay)"),
         Option("--bias-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
-               help="weight decay of the parameters that are biases (default: --weight-decay)"),
+               help="weight decay of bias parameters (default: --weight-decay)"),
         Option("--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
-               help="weight decay of the class and position embeddings that torchvision's script names; a ViT's "
-                    "pos_embedding is not among them (default: --weight-decay)"),
+               help="weight decay of the class and position embeddings named in torchvision's script, which exclude "
+                    "a ViT's pos_embedding (default: --weight-decay)"),
         Option("--decay-1d", default=True,
-               help="--no-decay-1d: timm's rule in place of the three options above: no decay of biases, of other "
-                    "parameters with one dimension, and of those that the model exempts, such as embeddings"),
+               help="--no-decay-1d: timm's rule instead of the three options above: no decay for biases, other "
+                    "one-dimensional parameters, and those that the model exempts, such as embeddings"),
         Option("--label-smoothing", metavar="P", default=0.0, at_least=0, below=1, is_of_checkpoint=True,
-               help="label smoothing: share of each target that is spread over all classes"),
+               help="label smoothing: fraction of each target that is spread over all classes"),
         Option("--criterion", metavar="NAME|FILE.py:FUNCTION", is_of_checkpoint=True,
-               help=f"loss: {', '.join(LOSSES)}, or your own: a function that returns it, from (output, target) to the "
-                    "mean of a batch (default: cross_entropy)"),
+               help=f"loss: {', '.join(LOSSES)}, or your own function, which returns a loss: (output, target) -> mean "
+                    "of the batch (default: cross_entropy)"),
         Option("--focal-gamma", metavar="GAMMA", default=2.0, at_least=0, at_most=100, is_of_checkpoint=True,
                needs="criterion=focal", is_strict=True,
-               help="exponent of --criterion focal: how little images count that are classified well"),
+               help="exponent of --criterion focal: higher values give well-classified images less weight"),
         Option("--bce-loss", default=False, is_of_checkpoint=True,
-               help="as --criterion bce: binary cross-entropy for each class"),
+               help="same as --criterion bce: binary cross-entropy for each class"),
         Option("--bce-target-thresh", metavar="T", type=float, at_least=0, below=1, is_of_checkpoint=True,
                needs="bce_loss", is_strict=True,
                help="with --bce-loss: a mixed target above this counts as 1, any other as 0"),
         Option("--class-weights", metavar="balanced|FILE",
-               help="weights of the classes in the training loss: balanced, inverse to their numbers of images, 1 on "
-                    "average over these; or a .csv, .tsv or .jsonl file with the columns class and weight"),
+               help="class weights in the training loss: balanced (inversely proportional to the images of a class, "
+                    "1 on average over all images), or a .csv, .tsv or .jsonl file with the columns class and weight"),
         Option("--teacher", metavar="NAME|FILE",
-               help="learn from this model's scores too: a checkpoint, weights of torchvision's such as "
-                    "regnet_y_16gf.IMAGENET1K_V2, or timm/NAME.TAG from the Hugging Face hub"),
+               help="distil from this model too: a checkpoint, torchvision weights such as "
+                    "regnet_y_16gf.IMAGENET1K_V2, or timm/NAME.TAG from the Hugging Face Hub"),
         Option("--distillation", default="hard", choices=["hard", "soft"], needs="teacher",
-               help="learn the class that --teacher scores highest (hard), or its probabilities (soft)"),
+               help="train on the teacher's top class (hard), or on its probabilities (soft)"),
         Option("--distillation-alpha", metavar="A", default=0.5, above=0, at_most=1, needs="teacher",
-               help="share of --teacher in the loss; the rest is that of the targets"),
+               help="weight A of the --teacher loss; the loss on the targets has weight 1 - A"),
         Option("--clip-grad-norm", metavar="NORM", type=float, above=0, at_most=1e12,
-               help="scale the gradients down if their norm is larger than this (default: no limit)"),
+               help="clip the total norm of the gradients to this (default: no limit)"),
         Option("--clip-grad-value", metavar="V", type=float, above=0, at_most=1e12,
-               help="cut each number of the gradients off at V and -V (default: none)"),
+               help="clip each gradient value to the range from -V to V (default: no limit)"),
         Option("--clip-agc", metavar="F", type=float, above=0, at_most=1e12, not_with="freeze",
-               help="adaptive clipping (timm's): where the gradient of an output's weights has a norm above F times "
-                    "that of the weights, scale it down to that; leaves out the last layer (default: none)"),
+               help="adaptive gradient clipping (timm's): limit the gradient norm of each output's weights to F "
+                    "times the norm of these weights, except in the last layer (default: no limit)"),
     ],
     "schedule": [
         Option("--epochs", default=90, at_least=1, at_most=10**9, help="number of epochs"),
         Option("--eval-every", default=1, at_least=0, resume=FREE,
                help="evaluate after every N epochs, and after the last one; 0 = after the last one only"),
         Option("--stop-epoch", type=int, at_least=1, resume=FREE, recipe=NEVER,
-               help="stop after N epochs, with the learning rates of --epochs; --resume auto with a larger N or none "
-                    "goes on"),
+               help="stop after N epochs, with the learning rates of --epochs; to continue, give --resume auto with "
+                    "a larger N or without this option"),
         Option("--start-epoch", default=0, at_least=0, resume=SILENT, recipe=NEVER,
-               help="begin at this epoch without a checkpoint"),
+               help="start at this epoch without a checkpoint"),
         Option("--lr-scheduler", metavar="NAME", default="steplr", type=lower,
                help=f"learning rate schedule after the warm-up: {', '.join(SCHEDULES)}, or FILE.py:FUNCTION; linearlr "
-                    "falls to --lr-min at the end, polylr by a power of the epochs left, wsd stays at --lr until "
-                    "--lr-cooldown-epochs before it"),
+                    "falls linearly to --lr-min, polylr as a power of the remaining epochs; wsd stays at --lr until "
+                    "the last --lr-cooldown-epochs"),
         Option("--lr-warmup-epochs", default=0, at_least=0,
-               help="let the learning rate warm up during the first N epochs"),
+               help="warm up the learning rate during the first N epochs"),
         Option("--lr-warmup-method", default="constant", type=str.lower, choices=["constant", "linear"],
                needs="lr_warmup_epochs",
-               help="warm up at a constant low learning rate, or by a linear rise to --lr"),
+               help="warm up at a constant low learning rate, or linearly up to --lr"),
         Option("--lr-warmup-decay", metavar="F", default=0.01, at_least=0, at_most=1, needs="lr_warmup_epochs",
-               help="the warm-up begins at --lr times this"),
+               help="the warm-up starts at F times --lr"),
         Option("--lr-warmup-prefix", default=True, needs="lr_warmup_epochs",
-               help="count the schedule from the end of the warm-up, as torchvision does; else from epoch 0, with the "
-                    "warm-up in place of its beginning, as in timm"),
+               help="start the schedule after the warm-up, as torchvision does; else at epoch 0, with the warm-up "
+                    "replacing its first epochs, as in timm"),
         Option("--lr-step-size", default=30, at_least=1, needs=_which_take("lr_step_size"),
                help="multiply the learning rate by --lr-gamma every N epochs"),
         Option("--lr-milestones", type=int, nargs="+", at_least=0, needs=_which_take("lr_milestones"),
                help="multiply the learning rate by --lr-gamma at these epochs"),
         Option("--lr-cooldown-epochs", type=int, at_least=1, needs=_which_take("lr_cooldown_epochs"),
-               help="epochs in which the learning rate of --lr-scheduler wsd falls to --lr-min at the end; a "
-                    "checkpoint from before the cool-down can resume with other --epochs"),
+               help="final epochs, in which --lr-scheduler wsd lowers the learning rate to --lr-min; a run saved "
+                    "before the cool-down can resume with other --epochs"),
         Option("--lr-gamma", metavar="F", default=0.1, above=0, at_most=1e9, needs=_which_take("lr_gamma"),
-               help="factor by which these schedules multiply the learning rate"),
+               help="decay factor of steplr, multisteplr and exponentiallr"),
         Option("--lr-power", metavar="F", default=1.0, above=0, at_most=1000, needs=_which_take("lr_power"),
-               help="power of polylr, to which the share of the epochs that is left is raised; 1 is a straight line"),
+               help="power of polylr, applied to the remaining fraction of the epochs; 1 is linear"),
         Option("--lr-min", metavar="LR", default=0.0, at_least=0, at_most=1e30, needs=_which_take("lr_min"),
-               help="learning rate at which these schedules end; --layer-decay scales it too"),
+               help="final learning rate of cosineannealinglr, linearlr, polylr and wsd; --layer-decay scales it too"),
         Option("--lr-per-step", default=False,
-               help="change the learning rate at every step; torchvision changes it at every epoch"),
+               help="update the learning rate at every step; torchvision updates it at every epoch"),
     ],
     "precision": [
         Option("--amp", default=False, is_of_checkpoint=True,
                help="automatic mixed precision, in training and evaluation"),
         Option("--amp-dtype", choices=["bfloat16", "float16", "float32"], is_of_checkpoint=True, needs="amp",
                is_strict=True,
-               help="type that --amp computes in; float16 needs the loss to be scaled, bfloat16 does not; float32 is "
-                    "for timm's Muon too, as on a CPU that is slow in a recipe's bfloat16 (default: float16)"),
+               help="data type of --amp; float16 needs loss scaling, bfloat16 does not; float32 (also for timm's "
+                    "Muon) is used on a CPU that is slow in a recipe's bfloat16 (default: float16)"),
         Option("--tf32", type=bool, is_of_checkpoint=True,
-               help="round inputs of float32 matrix products and convolutions to TF32 on NVIDIA GPUs, which is faster "
-                    "(default: convolutions only, as in torch)"),
+               help="use TF32 for float32 matrix products and convolutions on NVIDIA GPUs, which is faster (default: "
+                    "convolutions only, as in torch)"),
         Option("--channels-last", default=False,
-               help="keep images and weights in NHWC memory order, the fastest one for tensor cores"),
+               help="keep images and weights in channels-last memory format (NHWC), the fastest on tensor cores"),
         Option("--compile", metavar="MODE", choices=COMPILE_MODES, nargs="?", const="default",
-               help="compile the model with torch.compile in this mode (--compile alone: default); takes a minute "
-                    "before the first step, and bits are the same only for the same number of processes"),
+               help="compile the model with torch.compile in this mode (--compile alone: default); delays the first "
+                    "step by a minute; results are bit-identical only on the same number of processes"),
         Option("--grad-checkpointing", default=False, resume=FREE,
-               help="recompute activations of the model's blocks in the backward pass: less memory, a third more work; "
-                    "for timm's models without BatchNorm"),
+               help="recompute the blocks' activations in the backward pass: less memory, a third more compute; for "
+                    "timm models without BatchNorm"),
         Option("--use-deterministic-algorithms", default=False,
-               help="same weights in every bit after any restart and on 1, 2, 4, 8 ... processes: deterministic "
-                    "kernels and order of sums"),
+               help="bit-identical weights after any restart and on 1, 2, 4, 8 ... processes: deterministic kernels "
+                    "and order of sums"),
     ],
     "checkpoint": [
         Option("--output-dir", metavar="DIR", resume=FREE, recipe=NEVER,
@@ -473,47 +474,46 @@ OPTIONS = {
         Option("--overwrite", default=False, resume=SILENT, recipe=NEVER,
                help="remove the files of an earlier run from the output folder and start over"),
         Option("--resume", metavar="PATH|auto", default="", resume=SILENT, recipe=NEVER,
-               help="resume from this checkpoint; auto: from the newest intact one in the output folder, or start if "
-                    "there is none"),
+               help="resume from this checkpoint; auto: from the newest intact one in the output folder; without "
+                    "any, start a new run"),
         Option("--allow-change", metavar="NAMES", resume=SILENT, recipe=NEVER, needs="resume|test_only",
                is_strict=True,
-               help="options that may differ from the checkpoint's although they change results, separated by commas, "
+               help="comma-separated options that may differ from the checkpoint's although they change results, "
                     "such as lr,epochs; data allows other images"),
         Option("--checkpoint-steps", type=int, at_least=1, resume=FREE,
-               help="save a checkpoint every N steps, besides those around each evaluation"),
+               help="save a checkpoint every N steps, in addition to those around each evaluation"),
         Option("--checkpoint-minutes", metavar="MIN", default=10.0, at_least=0, at_most=1e9, resume=FREE,
                help="save a checkpoint when the last one is this many minutes old; 0 = never"),
-        Option("--keep-last", default=3, at_least=2, resume=FREE, help="numbered checkpoints to keep"),
+        Option("--keep-last", default=3, at_least=2, resume=FREE, help="number of recent checkpoints to keep"),
         Option("--best-metric", metavar="NAME", default="acc1", resume=FREE,
                help="validation metric that chooses best.pth, and best_ema.pth for the average of --model-ema: acc1, "
-                    "acc5, loss, or one of --metrics; of equal values the one with the lower loss, then the earlier "
-                    "epoch"),
+                    "acc5, loss, or one of --metrics; the lower loss breaks ties, then the earlier epoch"),
         Option("--save-per-node", default=False, resume=FREE,
                help="for nodes without a shared disk: copy each checkpoint to the output folder of every node; "
-                    "--resume auto takes the newest of all"),
+                    "--resume auto uses the newest on any node"),
         Option("--test-only", default=False, resume=SILENT, recipe=NEVER,
                help="evaluate the model of --weights or --resume, and exit"),
     ],
     "monitoring": [
         Option("--metrics", metavar="NAME", nargs="+", resume=FREE,
-               help=f"more metrics in records, curves and the Test: line: {', '.join(METRICS)}, or "
+               help=f"additional metrics in records, curves and the Test: line: {', '.join(METRICS)}, or "
                     "FILE.py:FUNCTION"),
         Option("--logger", metavar="NAME", default=["tensorboard"], type=lower, nargs="+", resume=FREE, recipe=NEVER,
                not_with="test_only",
-               help=f"what shows the records besides metrics.jsonl: {', '.join(LOGGERS)}, or FILE.py:FUNCTION"),
+               help=f"where records go besides metrics.jsonl: {', '.join(LOGGERS)}, or FILE.py:FUNCTION"),
         Option("--print-freq", default=10, at_least=1, resume=FREE, help="print a log line every N steps"),
         Option("--stall-timeout", metavar="MIN", default=20, type=float, at_least=0, at_most=1e6, resume=FREE,
                recipe=NEVER,
-               help="minutes without a step after which the run counts as hung: every process prints where it waits, "
-                    "and the run ends; 0 = never"),
+               help="minutes without a step after which the run counts as hung: every process prints where it is "
+                    "waiting, and the run ends; 0 = never"),
     ],
     "distributed": [
         Option("--device", resume=FREE, recipe=IF_GIVEN,
-               help="device to train on: cuda, cpu, mps ... (default: the accelerator of this machine, else cpu)"),
+               help="device to train on: cuda, cpu, mps ... (default: the available accelerator, else cpu)"),
         Option("--world-size", default=1, at_least=1, at_most=1 << 20, resume=SILENT, recipe=NEVER,
                help="number of processes, if the launcher sets RANK but not WORLD_SIZE"),
         Option("--dist-url", metavar="URL", default="env://", resume=FREE, recipe=NEVER,
-               help="address at which the processes meet; torchrun and srun set it up themselves"),
+               help="rendezvous address of the processes; torchrun and srun set it automatically"),
         Option("--dist-timeout", metavar="MIN", default=30, type=float, at_least=0.001, at_most=1e6, resume=FREE,
                recipe=NEVER,
                help="minutes that a process waits for the others in a step or evaluation batch before it fails"),
@@ -530,7 +530,7 @@ def defaults() -> dict[str, Any]:
 
 
 # The end of every message that refuses code which a file names.
-WHY_TYPED = "which is code and is run only where the command line names it: give --model FILE.py:FUNCTION"
+WHY_TYPED = "code that runs only if the command line names it: give --model FILE.py:FUNCTION"
 
 
 def is_filled_in(name: str, args: Any) -> bool:
@@ -565,7 +565,9 @@ def parse_allowed(text: str | None) -> set[str]:
         if name not in known:
             raise UserError(f"--allow-change {name}: there is no such option{did_you_mean(name, known)}")
         if known[name] in BY_NAME and (reason := BY_NAME[known[name]].why_fixed):
-            raise UserError(f"--allow-change {name}: it cannot be changed, since {reason}; start from its --weights")
+            raise UserError(
+                f"--allow-change {name}: a resumed run cannot change it: {reason}; start a new run from its --weights"
+            )
     return {known[name] for name in names}
 
 
@@ -628,7 +630,7 @@ class OneLineParser(argparse.ArgumentParser):
 EPILOG = """\
 most used: --recipe, --data-path, --model, --epochs, --batch-size, --lr, --amp,
   --output-dir, --resume auto, --test-only, --dry-run
-  # a recipe on eight GPUs, from the newest checkpoint on; options beside it win
+  # a recipe on eight GPUs, resumed from its newest checkpoint; command-line options override it
   torchrun --nproc_per_node=8 train.py --recipe resnet50-v1 --data-path DIR --resume auto
   # one GPU or none, and no data
   python train.py --model resnet18 --synthetic 640 --epochs 1

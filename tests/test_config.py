@@ -101,7 +101,7 @@ def test_other_spellings():
         (["--test-only"], "--test-only needs something to evaluate"),
         (["--test-only", "--resume", "auto"], "needs --output-dir"),
         (["--resume", "auto", "--allow-change", "lr,epoch"], "--allow-change epoch: there is no such option; did you"),
-        (["--resume", "auto", "--allow-change", "model"], "--allow-change model: it cannot be changed"),
+        (["--resume", "auto", "--allow-change", "model"], "--allow-change model: a resumed run cannot change it"),
         (["--epochs", "five"], "argument --epochs: invalid int value: 'five'"),
         (["--lr"], "argument --lr: expected one argument"),
         (["--lr-scaling", "linear"], "--lr-scaling linear needs --lr-scaling-batch"),

@@ -169,7 +169,7 @@ def test_a_run_trains_goes_on_and_is_evaluated(net, trained, tmp_path):
 def test_no_file_has_code_run(net, trained, tmp_path):
     """Neither an evaluation nor a tool nor a recipe runs a file that the command line does not name."""
     out, argv, _ = trained
-    words = "is run only where the command line names it"
+    words = "code that runs only if the command line names it"
     refused(run_train(tmp_path, *argv, "--test-only", "--resume", out / "checkpoint.pth"), words)
     refused(run_train(tmp_path, *argv, "--recipe", out / "recipe.toml", "--overwrite"), words)
     for other in ("resnet18", f"{REPOSITORY}/models/build.py:tiny"):

@@ -485,9 +485,7 @@ def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(
 def test_code_that_a_recipe_names_is_not_run(started, mine, tmp_path):
     (tmp_path / "r.toml").write_text(f'title = "r"\n[optimization]\ncriterion = "{mine}:smooth"\n')
     argv = [*started.argv, "--output-dir", tmp_path / "out", "--recipe", tmp_path / "r.toml"]
-    refused(
-        run_train(tmp_path, *argv), "which is code and is run only where the command line names it: give --criterion"
-    )
+    refused(run_train(tmp_path, *argv), "code that runs only if the command line names it: give --criterion")
 
 
 def test_an_evaluation_without_the_loss_says_so(started, mine, tmp_path):
