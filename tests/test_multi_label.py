@@ -152,14 +152,14 @@ def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):
 
 
 @pytest.mark.parametrize(("argv", "words"), [
-    ("--multi-label", "--multi-label: losses of the softmax take one class an image; give --criterion bce"),
-    ("--multi-label / --bce-loss", "--multi-label /: expected one character between labels, and not /"),
-    ("--multi-label --bce-loss --label-smoothing 0.1", "--label-smoothing is about one class an image"),
+    ("--multi-label", "--multi-label: softmax losses need exactly one class per image; give --criterion bce"),
+    ("--multi-label / --bce-loss", "--multi-label /: expected one character that separates labels, other than /"),
+    ("--multi-label --bce-loss --label-smoothing 0.1", "--label-smoothing needs exactly one class per image"),
     ("--multi-label --bce-loss --synthetic 64", "--synthetic images have one class"),
     ("--multi-label --bce-loss --data-path http://127.0.0.1:9/pack", "--data-path http://127.0.0.1:9/pack is a pack"),
-    ("--multi-label --bce-loss --balanced-sampler", "--balanced-sampler is about one class an image"),
-    ("--multi-label --bce-loss --metrics balanced_acc", "balanced_acc of one class an image"),
-    ("--metrics map", "--metrics: map is of images with several labels"),
+    ("--multi-label --bce-loss --balanced-sampler", "--balanced-sampler needs exactly one class per image"),
+    ("--multi-label --bce-loss --metrics balanced_acc", "balanced_acc needs exactly one class per image"),
+    ("--metrics map", "--metrics: map needs --multi-label"),
     ("--multi-label --bce-loss --best-metric acc1", "acc1 is not among --metrics; there are loss, f1, f1_micro, map"),
 ])  # fmt: skip
 def test_what_contradicts_several_labels_is_one_line(started, labelled, tmp_path, argv, words):
