@@ -53,7 +53,8 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.label_smoothing and split_custom(args.criterion or ""),
      "--label-smoothing has no effect with --criterion {criterion}, a loss of your own"),
     (lambda args: args.balanced_sampler and args.class_weights == "balanced",
-     "--balanced-sampler and --class-weights balanced both make up for uneven classes: small ones count twice"),
+     "--balanced-sampler and --class-weights balanced both compensate for class imbalance: small classes are boosted "
+     "twice"),
     (lambda args: args.momentum != BY_NAME["momentum"].default
      and args.opt in OPTIMIZERS and "momentum" not in OPTIMIZERS[args.opt].options,
      "--momentum has no effect with --opt {opt}"),
@@ -89,8 +90,8 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.minival and (args.minival_fold + 0.999) * args.minival > 1 and int(1 / args.minival + 1e-9) - 1,
      "--minival-fold {minival_fold} of --minival {minival}: expected 0 to {found}"),
     (lambda args: _misnamed(args.eval_data or ()),
-     "--eval-data {found}: expected NAME=DIR with a NAME of letters, digits and . - _, another one for each set; "
-     "train, epoch, val, minival and endings of _ema are taken"),
+     "--eval-data {found}: expected NAME=DIR with a different NAME of letters, digits and . - _ for each set; train, "
+     "epoch, val, minival and names ending in _ema are reserved"),
     (lambda args: args.train_crop_size_min and not args.crop_ramp_epochs,
      "--train-crop-size-min needs --crop-ramp-epochs, the epochs between which the size grows"),
     (lambda args: args.crop_ramp_epochs and not 0 <= args.crop_ramp_epochs[0] < args.crop_ramp_epochs[1],
@@ -98,45 +99,47 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: (args.train_crop_size_min or 0) > args.train_crop_size,
      "--train-crop-size-min {train_crop_size_min} is above --train-crop-size {train_crop_size}"),
     (lambda args: args.blur_prob and (args.train_crop_size_min or args.train_crop_size) < 7,
-     "--blur-prob takes training images of 7 pixels or more; give a larger crop size, or leave it out"),
+     "--blur-prob needs training images of 7 pixels or more; give a larger crop size, or remove --blur-prob"),
     (lambda args: args.lr_scaling != "none" and args.reference_global_batch is None,
-     "--lr-scaling {lr_scaling} needs --lr-scaling-batch, the global batch that --lr is for, or a recipe that has it"),
+     "--lr-scaling {lr_scaling} needs --lr-scaling-batch, the global batch size that --lr is meant for, or a recipe "
+     "that sets it"),
     (lambda args: [args.clip_agc, args.clip_grad_norm, args.clip_grad_value].count(None) < 2,
-     "--clip-agc, --clip-grad-norm and --clip-grad-value each limit the gradients; give one of them"),
+     "--clip-agc, --clip-grad-norm and --clip-grad-value all clip the gradients; give only one of them"),
     (lambda args: next((f"--{name} has {counted(len(getattr(args, name)), 'value')}" for name in STATISTICS
                         if len(getattr(args, name)) != args.in_chans), ""),
-     "{found}, and --in-chans is {in_chans}; give a value for each channel, or another --in-chans"),
+     "{found}, but --in-chans is {in_chans}; give one value per channel, or another --in-chans"),
     (lambda args: args.in_chans != 3 and next(
         (BY_NAME[name].flag for name in ("auto_augment", "color_jitter", "grayscale_prob") if getattr(args, name)), ""),
-     "{found} changes colours of three channels, and --in-chans is {in_chans}; leave {found} out"),
+     "{found} needs three colour channels, but --in-chans is {in_chans}; remove {found}"),
     (lambda args: args.class_weights not in (None, "balanced") and not os.path.isfile(args.class_weights),
      "--class-weights {class_weights}: no such file; give balanced, or a list with the columns class and weight"),
     (lambda args: split_custom(args.criterion or "") and args.class_weights,
-     "--criterion {criterion} has no --class-weights; weigh the classes in it, or leave one of the two out"),
+     "--criterion {criterion}, your own loss, ignores --class-weights; weight the classes in it, or remove one of "
+     "the two"),
     (lambda args: args.multi_label and args.synthetic is not None and not args.test_only,
-     "--multi-label reads the labels of a list, and --synthetic images have one class; leave one of the two out"),
+     "--multi-label needs the labels of a list, but --synthetic images have one class each; remove one of the two"),
     (lambda args: args.multi_label and not (args.bce_loss or split_custom(args.criterion or "")),
-     "--multi-label: losses of the softmax take one class an image; give --criterion bce, or one of your own"),
+     "--multi-label: softmax losses need exactly one class per image; give --criterion bce, or your own loss"),
     (lambda args: args.multi_label and (len(args.multi_label) > 1 or args.multi_label == "/"),
-     "--multi-label {multi_label}: expected one character between labels, and not /"),
+     "--multi-label {multi_label}: expected one character that separates labels, other than /"),
     (lambda args: args.multi_label and next((BY_NAME[name].flag for name in (
         "balanced_sampler", "label_smoothing", "teacher") if getattr(args, name)), None),
      "{found} needs exactly one class per image; remove it or --multi-label"),
     (lambda args: ("balanced_acc" if args.multi_label else "map") in (args.metrics or ()),
      "--metrics: map needs several labels per image (--multi-label), balanced_acc exactly one class per image"),
     (lambda args: "none" in args.logger and args.logger != ["none"],
-     "--logger none stands alone; leave it or the others out"),
+     "--logger none cannot be combined with other loggers; remove it or them"),
     (lambda args: next((name for name in args.logger if [*map(os.path.basename, args.logger)].count(
         os.path.basename(name)) > 1), None),
-     "--logger {found} is one name for two loggers; give it once, or rename the file of one"),
+     "--logger {found}: two loggers have this name; give it once, or rename one of the files"),
     (lambda args: next((LOGGERS[name].package for name in args.logger if name in LOGGERS and LOGGERS[name].package
                         and not is_installed(LOGGERS[name].package)), None),
      "--logger needs {found}, which is not installed here: pip install {found}"),
     (lambda args: args.balanced_sampler and args.ra_sampler,
-     "--balanced-sampler and --ra-sampler are both orders of the images; give one of them"),
+     "--balanced-sampler and --ra-sampler both set the sampling order; give only one of them"),
     (lambda args: args.use_deterministic_algorithms and (args.compile or "").startswith("max-autotune"),
-     "--compile {compile} chooses kernels by measuring their speed, which --use-deterministic-algorithms "
-     "excludes; use --compile default"),
+     "--compile {compile} chooses kernels by timing them, which --use-deterministic-algorithms forbids; use "
+     "--compile default"),
     (lambda args: args.start_epoch >= args.epochs,
      "--start-epoch {start_epoch}: expected less than --epochs {epochs}; epochs count from 0"),
     (lambda args: args.stop_epoch is not None and args.start_epoch >= args.stop_epoch,
@@ -144,7 +147,7 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.patience is not None and args.eval_every == 0,
      "--patience counts evaluations, and --eval-every 0 evaluates once, at the end; give one of them"),
     (lambda args: args.overwrite and args.resume == "auto",
-     "--overwrite starts over and --resume auto resumes; give one of them"),
+     "--overwrite starts over, but --resume auto resumes; give only one of them"),
     (lambda args: args.test_only and not (args.weights or args.resume),
      "--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH"),
     (lambda args: args.ema
@@ -193,7 +196,7 @@ def find_recipe(name: str) -> Path:
     path = Path(name) if name.endswith(".toml") else RECIPES_DIR / f"{name}.toml"
     if not os.path.isfile(path):  # unlike Path.is_file, also takes a name that is too long
         known = sorted(recipe.stem for recipe in RECIPES_DIR.glob("*.toml"))
-        raise UserError(f"--recipe {name}: no such recipe{did_you_mean(name, known)} (--list-recipes names all)")
+        raise UserError(f"--recipe {name}: no such recipe{did_you_mean(name, known)} (--list-recipes lists all)")
     return path
 
 
@@ -243,7 +246,7 @@ def list_recipes(word: str = "") -> str:
             recipe = read_recipe(path)
             rows.append([path.stem, str(recipe.get("expected-acc1", "-")), recipe["title"]])
     if len(rows) == 1:
-        raise UserError(f"--list-recipes {word}: no recipe holds this word{did_you_mean(word, texts)}")
+        raise UserError(f"--list-recipes {word}: no recipe contains this word{did_you_mean(word, texts)}")
     num_columns = shutil.get_terminal_size().columns
     lines = [line[:num_columns] for line in aligned(rows, range(len(rows[0])))]
     return "\n".join([*lines, "", "--list-recipes NAME prints a whole recipe with its source; --recipe NAME uses it"])
@@ -327,11 +330,11 @@ def _check_data_path(path: str) -> None:
     """Refuse a folder that is not there; `loading.forms` looks into it, with torch."""
     if not os.path.isdir(path) and not split_custom(path) and "://" not in path:
         makers = {
-            "data/digits": f"; {sys.executable} -m scripts.make_digits {path} makes it",
-            "data/imagenette2-320": "; docs/imagenette.md downloads it",
+            "data/digits": f"; create it with {sys.executable} -m scripts.make_digits {path}",
+            "data/imagenette2-320": "; docs/imagenette.md says how to download it",
         }
         hint = next((maker for end, maker in makers.items() if path.endswith(end)), "")
-        raise UserError(f"--data-path {path} is not a folder; give the one that holds train/ and val/{hint}")
+        raise UserError(f"--data-path {path} is not a folder; give the folder with train/ and val/{hint}")
 
 
 def resolve(
@@ -357,7 +360,7 @@ def resolve(
     values, preset = _choose_loss(vars(given), vars(given) if typed is None else typed), options.defaults()
     is_sparse = not preset.keys() <= values.keys()
     if values.get("recipe") and reference_global_batch is None and not is_sparse:
-        raise UserError(f"--recipe {given.recipe} is read by config.parse_args, and not by the parser alone; use that")
+        raise UserError(f"--recipe {given.recipe}: the parser alone reads no recipe; call config.parse_args instead")
     names = sorted(name for name in values.keys() & preset if is_sparse or values[name] != preset[name])
     typed, values = names if typed is None else typed, preset | values
     own = own_code(values)
@@ -381,7 +384,7 @@ def resolve(
         validate(checked)
         for option in map(BY_NAME.get, sorted(typed)):
             if option.is_strict and (why := option.why_idle(checked)).startswith("without"):
-                raise UserError(f"{option.flag} has no effect {why}; give that too, or leave it out")
+                raise UserError(f"{option.flag} has no effect {why}; give that too, or remove {option.flag}")
     return args
 
 
@@ -396,7 +399,7 @@ def _choose_loss(values: dict[str, Any], typed: Collection[str]) -> dict[str, An
     if is_bce and name != "bce" and ("criterion" in typed) != ("bce_loss" in typed):
         name, is_bce = (name, False) if "criterion" in typed else ("bce", True)
     if is_bce and name != "bce":
-        raise UserError(f"--criterion {name} and --bce-loss are both losses; give one of them")
+        raise UserError(f"--criterion {name} and --bce-loss are different losses; give only one of them")
     is_plain = name in ("bce", "cross_entropy")
     return {**values, "criterion": None if is_plain else name, "bce_loss": name == "bce"}
 
@@ -414,7 +417,9 @@ def find_device(args: Parsed) -> str:
     except RuntimeError as error:
         raise UserError(f"--device {device}: not a device; give cpu, cuda, cuda:1 ...") from error
     if kind not in ("cpu", accelerator):
-        raise UserError(f"--device {device}: this machine has none that torch {torch.__version__} can use; try cpu")
+        raise UserError(
+            f"--device {device}: torch {torch.__version__} finds no such device on this machine; try --device cpu"
+        )
     return device
 
 
@@ -433,7 +438,7 @@ def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
     derived = {
         "device": (device, "no accelerator found" if device == "cpu" else "the accelerator found"),
         "workers": (min(16, max(cores // launch.num_local, 1)), place),
-        "output_dir": (default_folder(args), "by the model"),
+        "output_dir": (default_folder(args), "from the model's name"),
     }
     derived = {name: each for name, each in derived.items() if getattr(args, name) is None}
     lines = [f"{BY_NAME[name].flag} {value}: {origin}" for name, (value, origin) in derived.items()]
@@ -448,10 +453,10 @@ def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
     if (slow := slow_type(args)) and is_as_asked:
         lines.append(f"--amp: {slow}")
     elif slow:
-        lines.append(f"--amp-dtype float32: {slow}; to do so all the same, type --amp --amp-dtype bfloat16")
+        lines.append(f"--amp-dtype float32: {slow}; to use bfloat16 anyway, give --amp --amp-dtype bfloat16")
         args = args.replaced(amp_dtype="float32")
     if args.amp and device == "cpu" and args.amp_dtype in (None, "float16"):
-        lines.append("--amp computes in float16, in which a CPU is slow; see --amp-dtype")
+        lines.append("--amp uses float16, which is slow on a CPU; see --amp-dtype")
     return args, lines
 
 
@@ -463,7 +468,7 @@ def slow_type(args: Parsed) -> str:
     is_used = (args.amp and args.amp_dtype == "bfloat16") or (is_muon and args.amp_dtype != "float32")
     if not is_used or not (args.device or "").startswith("cpu") or collectives.has_fast_bfloat16():
         return ""
-    return "this processor has no instructions for bfloat16, and computes in it 2 to 12 times as slowly as in float32"
+    return "this processor has no bfloat16 instructions, and is 2 to 12 times slower in bfloat16 than in float32"
 
 
 def agree_on_type(args: Resolved, trained: dict | None) -> Resolved:
@@ -498,9 +503,9 @@ def as_trained(args: Options, trained: dict) -> tuple[Options, list[str]]:
     names = {name for name, option in BY_NAME.items() if option.is_of_checkpoint} - ({"criterion"} if own else set())
     args, lines = _with_options_of(args, trained, [name for name in BY_NAME if name in names])
     if "model" not in args.given and split_custom(args.model):
-        raise UserError(f"the checkpoint is of {args.model}, {options.WHY_TYPED}")
+        raise UserError(f"the checkpoint's model is {args.model}, {options.WHY_TYPED}")
     if own and args.criterion is None:
-        lines.append(f"evaluating with the cross-entropy; give --criterion {own} for the checkpoint's own loss")
+        lines.append(f"evaluating with cross-entropy; give --criterion {own} for the checkpoint's own loss")
     if trained.get("decoder") == "torchcodec":
         lines.append("the checkpoint's run decoded with TorchCodec; Pillow's pixels may differ by a grey level")
     return args, [*lines, *filter(None, [slow_type(args)])]
@@ -518,7 +523,7 @@ def _with_options_of(args: Options, trained: dict, names: Sequence[str]) -> tupl
         if name in args.given or is_unknown or value == getattr(args, name):
             continue
         if not option.is_value(value):
-            raise UserError(f"{option.flag} {value!r} in the checkpoint: not a value of this option")
+            raise UserError(f"{option.flag} {value!r} in the checkpoint: not a valid value of this option")
         changes[name] = value
         words = " ".join(map(str, value)) if isinstance(value, list) else value
         lines.append(one_line(f"{option.flag} {words}: as in the checkpoint"))
@@ -569,7 +574,7 @@ def _validate_text(option: Option, text: str) -> None:
     if not is_printable(text):
         raise UserError(f"{option.flag} {text!a}: expected one line of UTF-8; rename it, or give a link to it")
     if not text and option.default != "":
-        raise UserError(f"{option.flag} is empty; give a value, or leave it out")
+        raise UserError(f"{option.flag} is empty; give a value, or remove it")
     if max(map(len, re.split("[/,]", text))) > 255:
         raise UserError(f"{option.flag} {text[:20]}...: a name in it has more than 255 characters")
 
@@ -582,9 +587,9 @@ def _validate_names(args: Parsed) -> None:
         for name in (value if isinstance(value, list) else [value]) if table and value else ():
             has_timms = option in ("opt", "auto_augment")
             if name not in table and not split_custom(name) and not (has_timms and name.startswith("timm/")):
-                hint = did_you_mean(name, table) or f" (there are {', '.join(table)});"
+                hint = did_you_mean(name, table) or f" (known: {', '.join(table)});"
                 timms = "timm's are written timm/NAME, " if has_timms else ""
-                raise UserError(f"{BY_NAME[option].flag} {name} is no {kind}{hint} {timms}your own FILE.py:FUNCTION")
+                raise UserError(f"{BY_NAME[option].flag} {name}: unknown {kind}{hint} {timms}your own FILE.py:FUNCTION")
 
 
 def _validate_interpolation(args: Parsed) -> None:
@@ -598,4 +603,4 @@ def _validate_interpolation(args: Parsed) -> None:
         known = on_tensors if args.backend == "tensor" or args.auto_augment == "augmix" else on_images
         needed_by = f"--auto-augment {args.auto_augment}"
     if args.interpolation not in known:
-        raise UserError(f"--interpolation {args.interpolation}: {needed_by} takes {', '.join(sorted(known))}")
+        raise UserError(f"--interpolation {args.interpolation}: {needed_by} supports {', '.join(sorted(known))}")

@@ -39,7 +39,7 @@ def hash_code(own: Sequence[tuple[str, str]]) -> str:
         for module, files in {"": [], **_find_modules(path)}.items():
             if module and known.setdefault(module, files) != files:
                 raise UserError(
-                    f"{value} imports another {module} than other code of your own does; rename one of them"
+                    f"{value} imports a different {module} than your other code; rename one of the two files"
                 )
             with suppress(OSError), open_to_read(path) as file:
                 content = b"".join(map(Path.read_bytes, files)) if module else file.read()
@@ -90,7 +90,7 @@ def load_function(option: str, args: Any, value: str | None = None) -> Callable[
         raise UserError(f"a recipe or a checkpoint names {value}, {WHY_TYPED.replace('--model', flag)}")
     path, name = split_custom(value)
     if not Path(path).is_file():
-        raise UserError(f"{flag} {value}: there is no such file; give FILE.py:FUNCTION")
+        raise UserError(f"{flag} {value}: no such file; give FILE.py:FUNCTION")
     try:
         module = _run_file(os.path.realpath(path))
         function = getattr(module, name, None)

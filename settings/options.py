@@ -230,7 +230,7 @@ OPTIONS = {
         Option("--io-timeout", metavar="MIN", default=10.0, above=0, at_most=1e6, resume=FREE, recipe=NEVER,
                help="minutes to keep retrying a failed request to a remote --data-path"),
         Option("--workers", aliases=["-j"], type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
-               help="loader processes for each training process (default: its share of the cores, up to 16)"),
+               help="data loading processes per training process (default: its share of the cores, up to 16)"),
         Option("--cache-dataset", default=False, resume=FREE,
                help="no effect, accepted for torchvision's commands: the index is always cached"),
         Option("--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
@@ -247,15 +247,15 @@ OPTIONS = {
         Option("--train-crop-size", metavar="PX", default=224, at_least=1, at_most=16384,
                help="side of a training image after random cropping, in pixels"),
         Option("--train-crop-size-min", metavar="PX", type=int, at_least=1, not_with="synthetic",
-               help="progressive resolution: crop size of the first epochs, which grows to --train-crop-size during "
+               help="progressive resizing: crop size of the first epochs, which grows to --train-crop-size during "
                     "--crop-ramp-epochs"),
         Option("--crop-ramp-epochs", metavar=("FIRST", "LAST"), type=int, nargs=2, needs="train_crop_size_min",
                is_strict=True,
-               help="epochs between which the crop size of --train-crop-size-min grows, by 32 pixels at a time"),
+               help="epochs between which the crop size grows from --train-crop-size-min, in steps of 32 pixels"),
         Option("--val-resize-size", metavar="PX", default=256, at_least=1, at_most=16384, is_of_checkpoint=True,
-               help="shorter side of an image in evaluation before its centre is cropped, in pixels"),
+               help="shorter side of a resized image in evaluation, before the centre crop, in pixels"),
         Option("--val-crop-size", metavar="PX", default=224, at_least=1, at_most=16384, is_of_checkpoint=True,
-               help="side of the central crop in evaluation, in pixels"),
+               help="side of the centre crop in evaluation, in pixels"),
         Option("--interpolation", default="bilinear", choices=INTERPOLATIONS, is_of_checkpoint=True,
                help="interpolation of every resize, in training and evaluation"),
         Option("--mean", metavar="F", type=float, nargs="+", at_least=0, at_most=1, is_of_checkpoint=True,
@@ -270,26 +270,26 @@ OPTIONS = {
         Option("--crop-scale", metavar="SHARE", default=0.08, at_least=0, at_most=1, not_with="synthetic",
                needs="augment", help="smallest area of a training crop, as a share of the image's"),
         Option("--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1, not_with="synthetic", needs="augment",
-               help="probability that a training image is mirrored"),
+               help="probability of flipping a training image horizontally"),
         Option("--auto-augment", metavar="POLICY", not_with="synthetic", needs="augment",
                help=f"augmentation policy: {', '.join(POLICIES)}, timm/SPECIFICATION such as "
                     "timm/rand-m7-mstd0.5-inc1, or FILE.py:FUNCTION (default: none)"),
         Option("--ra-magnitude", metavar="M", default=9, at_least=0, at_most=30,
                needs=_which_take("ra_magnitude", "auto_augment"),
-               help="strength of the changes that --auto-augment ra makes, from 0 to 30"),
+               help="magnitude of --auto-augment ra, from 0 to 30"),
         Option("--augmix-severity", metavar="S", default=3, at_least=1, at_most=10,
                needs=_which_take("augmix_severity", "auto_augment"),
-               help="strength of the changes that --auto-augment augmix makes, from 1 to 10"),
+               help="severity of --auto-augment augmix, from 1 to 10"),
         Option("--color-jitter", metavar="F", default=0.0, at_least=0, at_most=1, not_with="synthetic", needs="augment",
                help="change brightness, contrast and saturation of a training image by factors from 1 - F to 1 + F, "
                     "after --auto-augment"),
         Option("--grayscale-prob", metavar="P", default=0.0, at_least=0, at_most=1, not_with="synthetic",
                needs="augment", help="probability that a training image is turned grey, after --color-jitter"),
         Option("--blur-prob", metavar="P", default=0.0, at_least=0, at_most=1, not_with="synthetic", needs="augment",
-               help="probability that a training image is blurred, after --grayscale-prob, by a Gaussian of 0.1 to 2 "
-                    "pixels (standard deviation)"),
+               help="probability of blurring a training image, after --grayscale-prob, by a Gaussian with a standard "
+                    "deviation of 0.1 to 2 pixels"),
         Option("--random-erase", metavar="P", default=0.0, at_least=0, at_most=1, needs="augment",
-               help="probability that a random rectangle of a training image is erased"),
+               help="probability of erasing a random rectangle of a training image"),
         Option("--random-erase-fill", default="zero", choices=["pixel", "zero"], needs="random_erase",
                help="fill the rectangle of --random-erase with zero, which is the mean colour, or each of its values "
                     "with normal noise (timm's mode pixel)"),
@@ -306,12 +306,12 @@ OPTIONS = {
         Option("--mixup-off-epoch", default=0, at_least=0, needs="mixup_alpha|cutmix_alpha",
                help="stop mixup and CutMix at epoch N; 0 = never"),
         Option("--ra-sampler", default=False,
-               help="repeated augmentation: train on each image --ra-reps times in a step, in different micro-batches"),
+               help="repeated augmentation: train on each image --ra-reps times per step, in different micro-batches"),
         Option("--balanced-sampler", default=False,
                help="sample every class equally often: an epoch has as many images as the set, repeats those of small "
                     "classes with other random crops, and leaves out some of large classes"),
         Option("--ra-reps", default=3, at_least=1, needs="ra_sampler",
-               help="number of times that --ra-sampler repeats an image"),
+               help="number of times that --ra-sampler repeats each image"),
     ],
     "model": [
         Option("--model", metavar="NAME", default="resnet18", resume="its weights fit no other", is_of_checkpoint=True,
@@ -336,7 +336,7 @@ OPTIONS = {
                help="freeze all layers before this one, in evaluation mode: the name of a module, such as layer3, "
                     "blocks.5 or encoder.layers.encoder_layer_6, in the order of the model's parameters"),
         Option("--stochastic-depth", metavar="P", type=float, at_least=0, at_most=1, not_with="freeze",
-               help="stochastic depth: probability of dropping the deepest block (default: the model's)"),
+               help="stochastic depth: drop probability of the deepest block (default: the model's)"),
         Option("--dropout", metavar="P", type=float, at_least=0, at_most=1,
                help="probability of every dropout layer (default: the model's)"),
         Option("--eval-flip", default=False, is_of_checkpoint=True,
@@ -347,7 +347,7 @@ OPTIONS = {
         Option("--model-ema-steps", default=32, at_least=1, needs="model_ema",
                help="update the average of --model-ema every N steps"),
         Option("--model-ema-decay", metavar="D", default=0.99998, at_least=0, below=1, needs="model_ema",
-               help="decay of the average, adjusted as in torchvision to global batch, --model-ema-steps and epochs"),
+               help="decay of the average, adjusted as in torchvision for global batch, --model-ema-steps and epochs"),
         Option("--model-ema-adjust", default=True, needs="model_ema",
                help="adjust --model-ema-decay as torchvision does; else it is the decay of each update, as in timm"),
     ],
@@ -356,14 +356,15 @@ OPTIONS = {
                resume="it is the size of a micro-batch",
                help="images of a micro-batch: what one process passes through the model at once"),
         Option("--global-batch-size", type=int, at_least=1, at_most=1 << 31,
-               resume="a position is counted in its steps",
+               resume="the saved position counts steps of this size",
                help="images per step over all processes, a multiple of --batch-size; fewer processes accumulate "
                     "gradients (default: --batch-size x processes of the first start)"),
         Option("--eval-batch-size", type=int, at_least=1, at_most=1 << 24,
                help="images that a process evaluates at once; results differ by rounding (default: --batch-size)"),
         Option("--seed", default=0, at_least=0, at_most=(1 << 32) - 1,
                help="seed of every random number: weights, order, augmentation, mixing, dropout"),
-        Option("--opt", metavar="NAME", default="sgd", type=lower, resume="its state fits no other",
+        Option("--opt", metavar="NAME", default="sgd", type=lower,
+               resume="the checkpoint's state fits no other optimizer",
                help=f"optimizer: {', '.join(OPTIMIZERS)}, timm/NAME such as timm/lamb, or FILE.py:FUNCTION"),
         Option("--opt-betas", metavar=("B1", "B2"), type=float, nargs=2, at_least=0, below=1,
                help="betas of the optimizers that have them (default: 0.9 0.999 of --opt adamw)"),
@@ -376,10 +377,9 @@ OPTIONS = {
         # Recipes have the fact reference-global-batch for it, which is what resumed runs compare.
         Option("--lr-scaling-batch", type=int, at_least=1, at_most=1 << 31, resume=FREE, recipe=NEVER,
                needs="lr_scaling=linear|sqrt", is_strict=True,
-               help="global batch that --lr is for (default: the recipe's reference-global-batch)"),
+               help="global batch size that --lr is meant for (default: the recipe's reference-global-batch)"),
         Option("--layer-decay", metavar="F", type=float, at_least=0, at_most=1, not_with="freeze",
-               help="layer-wise learning rates: factor from each layer to the one below it (default: one rate for "
-                    "all)"),
+               help="layer-wise learning rate decay: factor from each layer to the one below it (default: off)"),
         Option("--momentum", metavar="M", default=0.9, at_least=0, below=1,
                help="momentum of the optimizers that have one"),
         Option("--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, at_least=0, at_most=1e6,
@@ -389,21 +389,21 @@ OPTIONS = {
         Option("--bias-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
                help="weight decay of biases (default: --weight-decay)"),
         Option("--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
-               help="weight decay of the class and position embeddings that torchvision's script names; a ViT's "
-                    "pos_embedding is not among them (default: --weight-decay)"),
+               help="weight decay of the class and position embeddings named in torchvision's script, which exclude "
+                    "a ViT's pos_embedding (default: --weight-decay)"),
         Option("--decay-1d", default=True,
-               help="--no-decay-1d: timm's rule in place of the three options above: no decay of biases, of other "
-                    "parameters with one dimension, and of those that the model exempts, such as embeddings"),
+               help="--no-decay-1d: timm's rule instead of the three options above: no decay for biases, other "
+                    "one-dimensional parameters, and those that the model exempts, such as embeddings"),
         Option("--label-smoothing", metavar="P", default=0.0, at_least=0, below=1, is_of_checkpoint=True,
                help="label smoothing: the share of each target that is spread evenly over all classes"),
         Option("--criterion", metavar="NAME|FILE.py:FUNCTION", is_of_checkpoint=True,
-               help=f"loss: {', '.join(LOSSES)}, or your own: a function that returns it, from (output, target) to the "
-                    "mean of a batch (default: cross_entropy)"),
+               help=f"loss: {', '.join(LOSSES)}, or your own function, which returns a loss: (output, target) -> mean "
+                    "of the batch (default: cross_entropy)"),
         Option("--focal-gamma", metavar="GAMMA", default=2.0, at_least=0, at_most=100, is_of_checkpoint=True,
                needs="criterion=focal", is_strict=True,
                help="exponent of --criterion focal: the larger, the less well-classified images count"),
         Option("--bce-loss", default=False, is_of_checkpoint=True,
-               help="as --criterion bce: binary cross-entropy for each class"),
+               help="same as --criterion bce: binary cross-entropy for each class"),
         Option("--bce-target-thresh", metavar="T", type=float, at_least=0, below=1, is_of_checkpoint=True,
                needs="bce_loss", is_strict=True,
                help="with --bce-loss: a target above this becomes 1, any other 0"),
@@ -440,7 +440,7 @@ OPTIONS = {
                help="early stopping: end the run after N evaluations without a new best by --best-metric, neither of "
                     "the weights nor of their average"),
         Option("--start-epoch", default=0, at_least=0, resume=SILENT, recipe=NEVER,
-               help="begin at this epoch without a checkpoint"),
+               help="start at this epoch without a checkpoint"),
         Option("--lr-scheduler", metavar="NAME", default="steplr", type=lower,
                help=f"learning rate schedule after the warm-up: {', '.join(SCHEDULES)}, or FILE.py:FUNCTION; linearlr "
                     "falls to --lr-min at the end, polylr by a power of the epochs left, wsd stays at --lr until the "
@@ -460,8 +460,8 @@ OPTIONS = {
         Option("--lr-milestones", type=int, nargs="+", at_least=0, needs=_which_take("lr_milestones"),
                help="multiply the learning rate by --lr-gamma at these epochs"),
         Option("--lr-cooldown-epochs", type=int, at_least=1, needs=_which_take("lr_cooldown_epochs"),
-               help="epochs in which the learning rate of --lr-scheduler wsd falls to --lr-min at the end; a "
-                    "checkpoint from before the cool-down can resume with other --epochs"),
+               help="final epochs, in which --lr-scheduler wsd lowers the learning rate to --lr-min; a run saved "
+                    "before the cool-down can resume with other --epochs"),
         Option("--lr-gamma", metavar="F", default=0.1, above=0, at_most=1e9, needs=_which_take("lr_gamma"),
                help="decay factor of steplr, multisteplr and exponentiallr"),
         Option("--lr-power", metavar="F", default=1.0, above=0, at_most=1000, needs=_which_take("lr_power"),
@@ -484,11 +484,11 @@ OPTIONS = {
         Option("--channels-last", default=False,
                help="NHWC memory format for images and weights, the fastest for tensor cores"),
         Option("--compile", metavar="MODE", choices=COMPILE_MODES, nargs="?", const="default",
-               help="compile the model with torch.compile in this mode (--compile alone: default); takes a minute "
-                    "before the first step, and bits are the same only for the same number of processes"),
+               help="compile the model with torch.compile in this mode (--compile alone: default); delays the first "
+                    "step by a minute; results are bit-identical only on the same number of processes"),
         Option("--grad-checkpointing", default=False, resume=FREE,
-               help="recompute activations of the model's blocks in the backward pass: less memory, a third more work; "
-                    "for timm's models without BatchNorm"),
+               help="recompute the blocks' activations in the backward pass: less memory, a third more compute; for "
+                    "timm models without BatchNorm"),
         Option("--use-deterministic-algorithms", default=False,
                help="bit-identical weights after any restart and on 1, 2, 4, 8 ... processes: deterministic kernels "
                     "and order of sums"),
@@ -499,8 +499,8 @@ OPTIONS = {
         Option("--overwrite", default=False, resume=SILENT, recipe=NEVER,
                help="remove the files of an earlier run from the output folder and start over"),
         Option("--resume", metavar="PATH|auto", default="", resume=SILENT, recipe=NEVER,
-               help="resume from this checkpoint; auto: from the newest intact one in the output folder, or start if "
-                    "there is none"),
+               help="resume from this checkpoint; auto: from the newest intact one in the output folder; without "
+                    "any, start a new run"),
         Option("--allow-change", metavar="NAMES", resume=SILENT, recipe=NEVER, needs="resume|test_only",
                is_strict=True,
                help="options that may differ from the checkpoint's although they change results: names separated by "
@@ -534,7 +534,7 @@ OPTIONS = {
     ],
     "distributed": [
         Option("--device", resume=FREE, recipe=IF_GIVEN,
-               help="device to train on: cuda, cpu, mps ... (default: the accelerator of this machine, else cpu)"),
+               help="device to train on: cuda, cpu, mps ... (default: the available accelerator, else cpu)"),
         Option("--world-size", default=1, at_least=1, at_most=1 << 20, resume=SILENT, recipe=NEVER,
                help="number of processes, if the launcher sets RANK but not WORLD_SIZE"),
         Option("--dist-url", metavar="URL", default="env://", resume=FREE, recipe=NEVER,
@@ -590,7 +590,9 @@ def parse_allowed(text: str | None) -> set[str]:
         if name not in known:
             raise UserError(f"--allow-change {name}: there is no such option{did_you_mean(name, known)}")
         if known[name] in BY_NAME and (reason := BY_NAME[known[name]].why_fixed):
-            raise UserError(f"--allow-change {name}: it cannot be changed, since {reason}; start from its --weights")
+            raise UserError(
+                f"--allow-change {name}: a resumed run cannot change it: {reason}; start a new run from its --weights"
+            )
     return {known[name] for name in names}
 
 
@@ -653,7 +655,7 @@ class OneLineParser(argparse.ArgumentParser):
 EPILOG = """\
 most used: --recipe, --data-path, --model, --epochs, --batch-size, --lr, --amp,
   --output-dir, --resume auto, --test-only, --dry-run
-  # a recipe on eight GPUs, from the newest checkpoint on; options beside it win
+  # a recipe on eight GPUs, resumed from its newest checkpoint; command-line options override it
   torchrun --nproc_per_node=8 train.py --recipe resnet50-v1 --data-path DIR --resume auto
   # one GPU or none, and no data
   python train.py --model resnet18 --synthetic 640 --epochs 1

@@ -84,7 +84,7 @@ class OtherCommand:
             for flag in {"--model", "--opt"} & given.keys():
                 given[flag] = [re.sub("^(?!.*[/:])", "timm/", given[flag][0])]
             if "--color-jitter" in given and "3a" not in "".join(given.get("--aa", ["3a"])):
-                self.phrases.append(f"--color-jitter {given.pop('--color-jitter')[0]} is not needed beside --aa")
+                self.phrases.append(f"--color-jitter {given.pop('--color-jitter')[0]} is not needed with --aa")
         # By option, so that none is there twice; a flag without a place stays as it is, to be refused again.
         self.typed = {known[flag].dest: [flag, *given[flag]] for flag, _ in groups if flag in known and flag in given}
         self.options: dict[str, list[str]] = {}
@@ -117,7 +117,7 @@ class OtherCommand:
         with suppress(ValueError):  # refused when the command for here is run
             share = int(known.get("batch_size", 256)) // launch.num_local
             total = share * max(launch.world_size, launch.num_local * int(known.get("world_size", 1)))
-            self.phrases.append(f"the batch of a machine is --batch-size {share} --global-batch-size {total}")
+            self.phrases.append(f"the batch per machine is --batch-size {share} --global-batch-size {total}")
             words = ["--batch-size", f"{share}", "--global-batch-size", f"{total}"]
             self.options |= {"batch_size": words, "world_size": []}
 
@@ -179,15 +179,15 @@ class OtherCommand:
             return "is not needed here"
         remark = f" ({row.remark})" if row.remark and not partner and not row.remark.startswith("with") else ""
         if here in ("leave it out", "not here"):
-            where = f"beside {partner}" if partner else "here"
-            return (f"is not needed {where}" if here == "leave it out" else "is not here") + remark
+            where = f"with {partner}" if partner else "here"
+            return (f"is not needed {where}" if here == "leave it out" else "is not supported here") + remark
         ours = [theirs[value] for value in values if value in theirs] if theirs else values
         if flag == "--input-size" and values[1:2] != values[2:]:
             ours = []
         words = self._fill(flag, ours, row, here)
         if not self._place(words):
             self.is_understood &= flag not in self.given
-            return f"and other flags give {words[0]} two values; give one"
+            return f"conflicts with other flags over {words[0]}; give only one"
         if values and not ours:
             self.is_understood = False
             return f"is not here{did_you_mean(values[0], theirs)}" + (f" ({row.remark})" if row.remark else "")
@@ -264,7 +264,7 @@ def explain(words: Sequence[str], parser: argparse.ArgumentParser) -> UserError:
     """
     command = OtherCommand(words, parser._option_string_actions)
     named, before, after = ("arguments", "\n  ", "\n") if command.phrases[1:] else ("argument", " ", "; ")
-    timms = " (what it does not give has the defaults of here, not timm's)" if command.is_timms else ""
+    timms = " (options not given have this project's defaults, not timm's)" if command.is_timms else ""
     phrases = before.join(["", *command.phrases])
     end = "--help lists the options"
     try:

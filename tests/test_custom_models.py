@@ -108,7 +108,7 @@ def test_they_reach_the_function_that_builds():
         ("regnet_y_400mf --model-kwargs foo=1", "unexpected keyword argument 'foo'"),
         ("resnet18 --model-kwargs weights=DEFAULT", "--model-kwargs weights: another option sets that"),
         ("timm/test_resnet --model-kwargs checkpoint_path=x", "--model-kwargs checkpoint_path: "),
-        ("none.py:tiny", "there is no such file; give FILE.py:FUNCTION"),
+        ("none.py:tiny", "no such file; give FILE.py:FUNCTION"),
         ("NET:tinny", "has no function tinny; did you mean tiny?"),
         ("NET:five", "to try it, is torch.float32 of shape (2, 5); expected float32 scores"),
         ("NET:a_tuple", "to try it, is a tuple; expected float32 scores of (2, 3)"),

@@ -335,7 +335,7 @@ def test_mistakes_are_one_line(made, tmp_path):
         (checkpoint, [tmp_path / "lost.csv"], f"lost.csv, line 2: {tmp_path}/lost.jpg is no file; the column path"),
         (checkpoint, [tmp_path / "wrong.csv"], "label 'e' is no class's name in the checkpoint; correct or"),
         (tmp_path / "two.pth", [images], "holds a classifier of 4 classes and the images are of 2"),
-        (checkpoint, [images, "--device", "meta"], "--device meta: this machine has none"),
+        (checkpoint, [images, "--device", "meta"], "finds no such device on this machine; try --device cpu"),
         (graph, [images, "--ema", "--device", "cuda"], "leave out --ema and --device"),
         (tmp_path / "junk.onnx", [images], "junk.onnx cannot be opened"),
         (tmp_path / "junk.pt2", [images], "junk.pt2 cannot be opened"),

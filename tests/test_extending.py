@@ -378,8 +378,8 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--criterion {}:no_loss", "returned a int, expected a loss"),
     ("--opt {}:no_optimizer", "returned a list, expected a torch.optim.Optimizer"),
     ("--opt {}:needs_more", "missing 1 required positional argument: 'rho'"),
-    ("--opt {}x.py:sgd", "there is no such file"), ("--criterion smooth", "is no loss"),
-    ("--criterion {}:smooth --bce-loss", "are both losses; give one of them"),
+    ("--opt {}x.py:sgd", "no such file"), ("--criterion smooth", "unknown loss"),
+    ("--criterion {}:smooth --bce-loss", "are different losses; give only one of them"),
     ("--auto-augment {}:smaller", "--auto-augment returned ((3, 3), 'RGB'), expected a PIL image of (32, 32)"),
     ("--auto-augment {}:nothing_at_all", "'NoneType' object is not callable"),
     ("--lr-scheduler {}:below_zero", "its factor in epoch 0 is -1.0; expected 0 or more"),
@@ -466,7 +466,7 @@ def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(
         (folder / "utils.py").write_text("")  # this project's own is imported
     own, resumed = ["--epochs", 1, "--opt", tmp_path / "a/mine.py:sgd", "--criterion"], ["--resume", "auto"]
     other = started.go_on(tmp_path, tmp_path / "out", *own, tmp_path / "b/mine.py:smooth")
-    refused(other, "b/mine.py:smooth imports another helper than other code of your own does")
+    refused(other, "b/mine.py:smooth imports a different helper than your other code")
     own += [tmp_path / "a/mine.py:smooth"]
     started.go_on(tmp_path, tmp_path / "out", *own).check()
     (tmp_path / "a" / "utils.py").write_text("1")
@@ -485,5 +485,5 @@ def test_code_that_a_recipe_names_is_not_run(started, mine, tmp_path):
 def test_an_evaluation_without_the_loss_says_so(started, mine, tmp_path):
     started.go_on(tmp_path, tmp_path / "out", "--criterion", f"{mine}:smooth", "--epochs", 1).check()
     argv = [*started.argv, "--test-only", "--resume", tmp_path / "out" / "checkpoint.pth"]
-    assert "evaluating with the cross-entropy; give --criterion" in run_train(tmp_path, *argv).check().output
+    assert "evaluating with cross-entropy; give --criterion" in run_train(tmp_path, *argv).check().output
     assert "evaluating with" not in run_train(tmp_path, *argv, "--criterion", f"{mine}:smooth").check().output

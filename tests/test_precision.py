@@ -161,11 +161,11 @@ LIKE_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # oneDNN reads it, which torch asks 
 
 def test_without_instructions_for_bfloat16_only_a_typed_one_is_done():
     commands = {
-        "--recipe imagenette": ["float32", "--amp-dtype float32: this processor has no instructions"],
-        "--recipe imagenette --no-amp": ["float32", "--amp-dtype float32: this processor has no instructions"],
-        "--opt timm/muon": ["float32", "--amp-dtype float32: this processor has no instructions"],
-        "--recipe imagenette --amp": ["bfloat16", "--amp: this processor has no instructions"],
-        "--amp --amp-dtype bfloat16": ["bfloat16", "--amp: this processor has no instructions"],
+        "--recipe imagenette": ["float32", "--amp-dtype float32: this processor has no bfloat16 instructions"],
+        "--recipe imagenette --no-amp": ["float32", "--amp-dtype float32: this processor has no bfloat16 instructions"],
+        "--opt timm/muon": ["float32", "--amp-dtype float32: this processor has no bfloat16 instructions"],
+        "--recipe imagenette --amp": ["bfloat16", "--amp: this processor has no bfloat16 instructions"],
+        "--amp --amp-dtype bfloat16": ["bfloat16", "--amp: this processor has no bfloat16 instructions"],
         "--recipe digits": [None],
     }
     code = f"import json\nfrom settings import config\nfor argv in {list(commands)}:\n"
@@ -207,7 +207,7 @@ def test_all_ranks_and_a_resumed_run_keep_the_type_of_the_first_rank(tmp_path):
     run_train(tmp_path, *typed, "--epochs", 1, "--amp-dtype", "bfloat16").check()
     again = [*map(str, [*typed, "--epochs", 2, "--resume", "auto"])]
     done = run_ranks(rank_like_avx2, 1, again, log_folder=tmp_path).check()
-    assert "--amp-dtype bfloat16: as in the checkpoint; this processor has no instructions" in done.output
+    assert "--amp-dtype bfloat16: as in the checkpoint; this processor has no bfloat16 instructions" in done.output
     assert types_of("typed")[0] == "bfloat16"
     scored = [*argv, "--test-only", "--resume", str(tmp_path / "typed" / "checkpoint.pth")]
     assert "this processor has no" in run_ranks(rank_like_avx2, 1, scored, log_folder=tmp_path).check().output

@@ -213,7 +213,7 @@ def test_the_list_of_recipes_names_each_once_fits_the_terminal_and_is_filtered(m
     names = [line.split()[0] for line in config.list_recipes("FFCV").splitlines()[1:-2]]
     assert names == [name for name in RECIPES if "-fast" in name]  # all twelve name it as their source
     assert tomllib.loads(config.list_recipes("digits")) == config.read_recipe(config.find_recipe("digits"))
-    with pytest.raises(UserError, match="no recipe holds this word; did you mean digits"):
+    with pytest.raises(UserError, match="no recipe contains this word; did you mean digits"):
         config.list_recipes("digitz")
 
 

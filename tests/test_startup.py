@@ -114,7 +114,7 @@ def test_a_rank_whose_torchrun_is_killed_before_it_has_joined_ends(started, tmp_
         (["--list-recipes", "ffcv"], 0, "resnet18-fast16"),
         (["--synthetic", "--bach-size", "3"], 2, "did you mean --batch-size?"),
         (["--data-path", "nowhere/data/digits"], 2, "-m scripts.make_digits nowhere/data/digits"),
-        (["--recipe", "imagenette"], 2, "holds train/ and val/; docs/imagenette.md downloads it"),
+        (["--recipe", "imagenette"], 2, "with train/ and val/; docs/imagenette.md says how to download it"),
         (["--synthetic", "--epochs", "0"], 2, "1 or more"),
     ],
 )
