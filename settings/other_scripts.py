@@ -190,7 +190,9 @@ class OtherCommand:
             return f"conflicts with other flags over {words[0]}; give only one"
         if values and not ours:
             self.is_understood = False
-            return f"is not here{did_you_mean(values[0], theirs)}" + (f" ({row.remark})" if row.remark else "")
+            return f"is not supported here{did_you_mean(values[0], theirs)}" + (
+                f" ({row.remark})" if row.remark else ""
+            )
         return f"is {shlex.join(words)}{'' if theirs else remark}"
 
     def _place(self, words: list[str]) -> bool:

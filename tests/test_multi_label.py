@@ -152,8 +152,8 @@ def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):
 
 
 @pytest.mark.parametrize(("argv", "words"), [
-    ("--multi-label", "--multi-label: losses of the softmax take one class an image; give --criterion bce"),
-    ("--multi-label / --bce-loss", "--multi-label /: expected one character between labels, and not /"),
+    ("--multi-label", "--multi-label: softmax losses need exactly one class per image; give --criterion bce"),
+    ("--multi-label / --bce-loss", "--multi-label /: expected one character that separates labels, other than /"),
     ("--multi-label --bce-loss --label-smoothing 0.1", "--label-smoothing needs exactly one class per image"),
     ("--multi-label --bce-loss --synthetic 64", "--synthetic images have one class"),
     ("--multi-label --bce-loss --data-path http://127.0.0.1:9/pack", "--data-path http://127.0.0.1:9/pack is a pack"),
