@@ -133,7 +133,7 @@ class IndexedImageFolder(Dataset):
             raise
         except Exception as error:  # a bug of ours: keep its traceback
             if payload is None:  # of the user's own
-                raise self.error(key, f"its read gives no bytes: {type(error).__name__}: {error}") from error
+                raise self.error(key, f"its source's read failed: {type(error).__name__}: {error}") from error
             error.add_note(f"in {self.index.path(key)}")
             raise
 
@@ -224,7 +224,7 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> 
         return None, dataset_test
     source = open_split(traindir, args) if rest is None else rest
     if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
-        print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
+        print(f"train and val are the same folder, {valdir}: the model is evaluated on its training images")
     check_disjoint(source, source_test)
     dataset = IndexedImageFolder(traindir, preset_train, args.seed, source)
     check_classes(dataset, dataset_test)
@@ -238,7 +238,7 @@ def check_classes(dataset: Dataset, dataset_test: Dataset) -> None:
         names = ", ".join(sorted(set(here) ^ set(there))[:3]) or "the same names in another order"
         raise UserError(
             f"{dataset.root} has {len(here)} classes and {dataset_test.root} has {len(there)}, and they differ "
-            f"({names}); both need one folder for each class, and lists that lack one a classes.txt"
+            f"({names}); both need a folder for every class; for lists that lack a class, write a classes.txt"
         )
 
 
@@ -260,8 +260,8 @@ def hold_out(source: Source, fraction: float | None) -> tuple[Source, Source | N
         return source, None
     held = minival_numbers(source, fraction)
     if not held:
-        raise UserError(f"--minival {fraction}: {source.where} has one image of each class, and none to hold out")
-    print(f"minival: {len(held):,} of {len(source):,} training images are held out, and evaluated in place of val/")
+        raise UserError(f"--minival {fraction}: {source.where} has one image per class, and none to hold out")
+    print(f"minival: {len(held):,} of {len(source):,} training images are held out, and evaluated instead of val/")
     return Subset(source, held), without(source, held)
 
 
@@ -357,7 +357,8 @@ def note_pack(name: str, source: Source, px: int) -> None:
     if type(side) is int and (name != "train" or px > side):
         enlarged = f"; they are enlarged to {px} pixels" if px > side else ""
         print(
-            f"{name}: images of a pack of short side {side}, not the originals: scores differ (docs/data.md){enlarged}"
+            f"{name}: a pack of images resized to short side {side}, not the originals: accuracy may differ "
+            f"(docs/data.md){enlarged}"
         )
 
 
@@ -365,13 +366,13 @@ def warn_of_uneven(dataset: IndexedImageFolder, args: Resolved) -> None:
     """Print a line if a class has at most a tenth as many images as most classes, and no option is about that."""
     counts = count_classes(dataset.index)
     if len(counts) == 1 and dataset.index.label_sets is None:
-        print(f"there is one class, {dataset.classes[0]}: every image counts as a hit, whatever the model learns")
+        print(f"there is only one class, {dataset.classes[0]}: accuracy is 100 %, whatever the model learns")
     smallest, median = int(counts.argmin()), int(numpy.median(counts))
     is_uneven = 10 * counts[smallest] <= median and args.synthetic is None
     if is_uneven and not (args.balanced_sampler or args.class_weights):
         print(
-            f"the classes are uneven: {dataset.classes[smallest]} has {counted(int(counts[smallest]), 'image')}, the "
-            f"median class {median:,}; see --balanced-sampler, --class-weights and --metrics balanced_acc"
+            f"the classes are imbalanced: {dataset.classes[smallest]} has {counted(int(counts[smallest]), 'image')}, "
+            f"the median class {median:,}; see --balanced-sampler, --class-weights and --metrics balanced_acc"
         )
 
 
@@ -384,7 +385,7 @@ def build_train_sampler(dataset: Dataset | None, args: Assigned) -> TrainSampler
     repetitions = args.ra_reps if args.ra_sampler else 1
     labels = torch.from_numpy(labels_of(dataset.index)) if args.balanced_sampler else None
     sampler = TrainSampler(len(dataset), shards, args.seed, repetitions, labels)
-    print(f"{shards.arithmetic}; {counted(sampler.steps_per_epoch, 'step')} an epoch")
+    print(f"{shards.arithmetic}; {counted(sampler.steps_per_epoch, 'step')} per epoch")
     return sampler
 
 

@@ -263,7 +263,7 @@ def test_each_class_has_at_least_one_image_on_either_side_where_it_has_two(tmp_p
     assert len(minival_numbers(source, 0.5)) == 0 + 1 + 2 + 20
     assert set(held) < set(minival_numbers(source, 0.1)) < set(minival_numbers(source, 0.5))
     write_images(tmp_path / "single", {"train": [1, 1]})
-    with pytest.raises(UserError, match="has one image of each class, and none to hold out"):
+    with pytest.raises(UserError, match="has one image per class, and none to hold out"):
         sets_of(tmp_path / "single", "--minival", "0.5")
 
 

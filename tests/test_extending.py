@@ -333,7 +333,7 @@ def test_an_own_data_set_that_reads_nothing_later_is_one_line_that_names_the_ima
     outcome = started.go_on(
         tmp_path, tmp_path / "out", "--data-path", f"{mine}:no_bytes_later", "--workers", num_workers
     )
-    refused(outcome, "cannot read image train/", "its read gives no bytes: TypeError", code=1)
+    refused(outcome, "cannot read image train/", "its source's read failed: TypeError", code=1)
 
 
 def test_a_resumed_window_of_other_metrics_begins_anew(started, mine, tmp_path):
@@ -406,7 +406,7 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--criterion {}:Moving", "parameters or buffers of a loss are not trained or saved"),
     ("--criterion {}:trained", "parameters or buffers of a loss are not trained or saved"),
     ("--lr-scheduler {}:drawn", "its factors change when it is called again"),
-    ("--auto-augment {}:forgetful", "other pixels by the same seed"),
+    ("--auto-augment {}:forgetful", "different pixels with the same seed"),
     ("--metrics {}:items", "batch_sums returns no list of tensors; leave .item() out"),
     ("--metrics {}:hard --mixup-alpha 0.2", "targets of shape (2, 3): The size of tensor a (2) must match"),
     ("--metrics {}:ungathered", "tuple index out of range"),
@@ -417,11 +417,11 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--data-path {}:booleans", "a label is False; expected a whole number from 0 to 2"),
     ("--data-path {}:no_bytes", "read returned None; expected the bytes of an image's file"),
     ("--data-path {}:bare", "'Bare' object has no attribute 'root'"),
-    ("--data-path {}:alike", "classes: expected a list of different names"),
-    ("--data-path {}:many_labels", "label_sets are for images of several labels: give them and --multi-label"),
-    ("--data-path {}:below --multi-label --bce-loss", "label_sets are for images of several labels"),
+    ("--data-path {}:alike", "classes: expected a list of unique names"),
+    ("--data-path {}:many_labels", "label_sets are for images with several labels: give both label_sets"),
+    ("--data-path {}:below --multi-label --bce-loss", "label_sets are for images with several labels"),
     ("--best-metric f1", "--best-metric f1 is not among --metrics; there are loss, acc1, acc5"),
-    ("--data-path {}:nothing_at_all", "it returned None of val; expected a Source"),
+    ("--data-path {}:nothing_at_all", "it returned None for val; expected a Source"),
     ("--opt {}:sgd --opt-eps 1", "has no such option"),
 ])  # fmt: skip
 def test_own_code_that_cannot_be_used_is_one_line(started, mine, tmp_path, own, words):
@@ -451,7 +451,7 @@ def test_draws_and_buffers_of_own_code_have_the_same_bits_on_any_ranks_and_after
 def test_ranks_whose_weights_differ_end_the_run_before_a_save(started, mine, tmp_path):
     argv = ["--opt", f"{mine}:apart", "--global-batch-size", 8, "--batch-size", 4]
     outcome = started.go_on(tmp_path, tmp_path / "out", *argv, world_size=2)
-    refused(outcome, "after step 1 ranks have other weights than rank 0: draw from", code=1)
+    refused(outcome, "after step 1 ranks have different weights than rank 0: use only", code=1)
     assert not list((tmp_path / "out").glob("*.pth"))
 
 
@@ -460,7 +460,7 @@ def test_a_model_that_assigns_new_buffers_is_refused_where_micro_batches_would_m
     argv += ["--global-batch-size", 8, "--batch-size"]
     started.go_on(tmp_path, tmp_path / "one", *argv, 8).check()
     outcome = started.go_on(tmp_path, tmp_path / "two", *argv, 4)
-    refused(outcome, "--model assigns a new buffer in training; change buffers in place", code=1)
+    refused(outcome, "--model replaces a buffer in training; update buffers in place", code=1)
 
 
 def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(started, tmp_path):

@@ -123,7 +123,7 @@ def test_balanced_accuracy_and_f1_are_scikit_learns():
 
 def test_a_line_names_a_class_of_few_images(started, uneven_folder, tmp_path):
     argv = [*started.argv, "--data-path", uneven_folder, "--epochs", 1, "--output-dir", tmp_path / "out"]
-    line = "the classes are uneven: class3 has 1 image, the median class 25; see --balanced-sampler"
+    line = "the classes are imbalanced: class3 has 1 image, the median class 25; see --balanced-sampler"
     assert line in run_train(tmp_path, *argv).check().output
     more = ["--balanced-sampler", "--metrics", "balanced_acc", "f1", "--best-metric", "balanced_acc", "--overwrite"]
     output = run_train(tmp_path, *argv, *more).check().output
