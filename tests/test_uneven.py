@@ -132,7 +132,7 @@ def test_a_line_names_a_class_of_few_images(started, uneven_folder, tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "words"), [
-    ("class0,1\nclass1,2\nclass2,3\n", "lacks 1 class, such as class3; give each a weight"),
+    ("class0,1\nclass1,2\nclass2,3\n", "1 class missing, such as class3; give each class a weight"),
     ("class0,1\nclas1,2\n", "line 3: clas1 is no class; did you mean class1"),
     ("class0,1\nclass0,2\n", "line 3: class0 is listed twice"), ("class0,0\n", "line 2: the weight is 0; expected"),
     ("class0,1e-50\n", "line 2: the weight is 1e-50; expected"),
