@@ -133,7 +133,7 @@ class IndexedImageFolder(Dataset):
             raise
         except Exception as error:  # a bug of ours: keep its traceback
             if payload is None:  # of the user's own
-                raise self.error(key, f"its read gives no bytes: {type(error).__name__}: {error}") from error
+                raise self.error(key, f"its source's read failed: {type(error).__name__}: {error}") from error
             error.add_note(f"in {self.index.path(key)}")
             raise
 
@@ -226,7 +226,7 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> 
     source = open_split(traindir, args) if rest is None else rest
     source = limit_images(source, args.limit_train_images, "--limit-train-images")
     if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
-        print(f"train and val are the same folder, {valdir}: the model is evaluated on images that it is trained on")
+        print(f"train and val are the same folder, {valdir}: the model is evaluated on its training images")
     check_disjoint(source, source_test)
     dataset = IndexedImageFolder(traindir, preset_train, args.seed, source)
     check_classes(dataset, dataset_test)
@@ -240,7 +240,7 @@ def check_classes(dataset: Dataset, dataset_test: Dataset) -> None:
         names = ", ".join(sorted(set(here) ^ set(there))[:3]) or "the same names in another order"
         raise UserError(
             f"{dataset.root} has {len(here)} classes and {dataset_test.root} has {len(there)}, and they differ "
-            f"({names}); both need one folder for each class, and lists that lack one a classes.txt"
+            f"({names}); both need a folder for every class; for lists that lack a class, write a classes.txt"
         )
 
 
@@ -368,7 +368,8 @@ def note_pack(name: str, source: Source, px: int) -> None:
     if type(side) is int and (name != "train" or px > side):
         enlarged = f"; they are enlarged to {px} pixels" if px > side else ""
         print(
-            f"{name}: images of a pack of short side {side}, not the originals: scores differ (docs/data.md){enlarged}"
+            f"{name}: a pack of images resized to short side {side}, not the originals: accuracy may differ "
+            f"(docs/data.md){enlarged}"
         )
 
 
@@ -376,13 +377,13 @@ def warn_of_uneven(dataset: IndexedImageFolder, args: Resolved) -> None:
     """Print a line if a class has at most a tenth as many images as most classes, and no option is about that."""
     counts = count_classes(dataset.index)
     if len(counts) == 1 and dataset.index.label_sets is None:
-        print(f"there is one class, {dataset.classes[0]}: every image counts as a hit, whatever the model learns")
+        print(f"there is only one class, {dataset.classes[0]}: accuracy is 100 %, whatever the model learns")
     smallest, median = int(counts.argmin()), int(numpy.median(counts))
     is_uneven = 10 * counts[smallest] <= median and args.synthetic is None
     if is_uneven and not (args.balanced_sampler or args.class_weights):
         print(
-            f"the classes are uneven: {dataset.classes[smallest]} has {counted(int(counts[smallest]), 'image')}, the "
-            f"median class {median:,}; see --balanced-sampler, --class-weights and --metrics balanced_acc"
+            f"the classes are imbalanced: {dataset.classes[smallest]} has {counted(int(counts[smallest]), 'image')}, "
+            f"the median class {median:,}; see --balanced-sampler, --class-weights and --metrics balanced_acc"
         )
 
 
@@ -395,7 +396,7 @@ def build_train_sampler(dataset: Dataset | None, args: Assigned) -> TrainSampler
     repetitions = args.ra_reps if args.ra_sampler else 1
     labels = torch.from_numpy(labels_of(dataset.index)) if args.balanced_sampler else None
     sampler = TrainSampler(len(dataset), shards, args.seed, repetitions, labels)
-    print(f"{shards.arithmetic}; {counted(sampler.steps_per_epoch, 'step')} an epoch")
+    print(f"{shards.arithmetic}; {counted(sampler.steps_per_epoch, 'step')} per epoch")
     return sampler
 
 

@@ -159,9 +159,9 @@ def in_one_line(begin: str) -> Iterator[None]:
 
 def loader_killed(cause: str) -> UserError:
     """Return the error of a loader process that was killed, with the likely cause."""
-    advice = "most likely it was out of memory: use fewer --workers, or look into the system's log"
+    advice = "most likely it ran out of memory: use fewer --workers, or check the system's log"
     if "Bus error" in cause:
-        advice = "most likely shared memory is full: more memory for it, or fewer --workers"
+        advice = "most likely shared memory is full: enlarge it, or use fewer --workers"
     message = f"a loader process was killed ({cause.strip()}); {advice}"
     return UserError(message, exit_code=1, is_of_one_rank=True)
 
@@ -227,7 +227,7 @@ _LIMITS = {
     "could not create a primitive": "out of memory; raise `ulimit -v`, or use a smaller --batch-size",  # oneDNN's words
     "can't start new thread": "no more threads; raise `ulimit -u` or `ulimit -v`, or use fewer --workers",
     os.strerror(errno.EMFILE): "Too many open files; raise `ulimit -n`",
-    os.strerror(errno.ENFILE): "the machine has as many files open as it can",
+    os.strerror(errno.ENFILE): "the machine has reached its limit of open files",
     os.strerror(errno.EAGAIN): "no more processes; raise `ulimit -u`, or use fewer --workers",
     os.strerror(errno.ENOMEM): "out of memory; use fewer --workers, or raise `ulimit -v`",
 }

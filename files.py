@@ -47,7 +47,7 @@ def open_regular(path: str | Path, flags: int, *, follows_links: bool = True, di
         descriptor = os.open(path, flags, 0o666, dir_fd=dir_fd)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ELOOP):  # a pipe without a reader, a link
-            raise IsADirectoryError(errno.EISDIR, f"{Path(path).name} is a link or no file", str(path)) from error
+            raise IsADirectoryError(errno.EISDIR, f"{Path(path).name} is a link or not a file", str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -180,8 +180,8 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
         raise
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be read: {error.strerror or error} (4 tries); nothing was changed, and no "
-            "older checkpoint is used instead; start again when the disk answers"
+            f"{path} cannot be read: {error.strerror or error} (4 tries); nothing was changed, and no older "
+            "checkpoint was used instead; start again when the disk responds"
         ) from error
 
 
@@ -240,7 +240,7 @@ def read_json(path: Path) -> dict:
 _TROUBLES = {
     errno.ENOSPC: "disk full",
     errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the ulimit -f or the file system allows no file so large",
+    errno.EFBIG: "ulimit -f or the file system does not allow a file this large",
 }
 
 

@@ -426,7 +426,10 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
             image = Image.effect_noise((args.train_crop_size, args.train_crop_size), 64).convert("RGB")
             for seed in range(8):
                 if len({seed_host(seed) or own_policy(policy)(image.copy()).tobytes() for _ in range(2)}) > 1:
-                    raise UserError("other pixels by the same seed: draw from torch, numpy or random, keep no state")
+                    raise UserError(
+                        "different pixels with the same seed: use only the generators of torch, numpy or "
+                        "random, and keep no state"
+                    )
     names = ("hflip_prob", "crop_scale", "ra_magnitude", "augmix_severity", "random_erase_fill", "color_jitter",
              "grayscale_prob", "blur_prob")  # fmt: skip
     options = {name: getattr(args, name) for name in names} | {"random_erase_prob": args.random_erase} | common

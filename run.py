@@ -272,7 +272,7 @@ class Run(Steps):
         """Describe the current work, to debug a hang."""
         if not self.has_steps_left:
             return f"evaluating after step {self.state.step}"
-        return f"{self.state.step} steps done, images of the next: {self.sampler.indices_at(self.state.steps)}"
+        return f"{self.state.step} steps done, images of the next step: {self.sampler.indices_at(self.state.steps)}"
 
     # Around a step
 
@@ -392,16 +392,16 @@ class Run(Steps):
         if self.args.world_size > 1:
             sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in self.model.parameters()]).cpu()
             if not all(torch.equal(sums, theirs) for theirs in collectives.all_gather(sums)):
-                line = "ranks have other weights than rank 0: draw from the generators of torch, numpy and random alone"
+                line = "ranks have different weights than rank 0: use only the generators of torch, numpy and random"
                 raise UserError(f"after step {self.state.step} {line}", exit_code=1)
         if self.args.num_shards > 1 and [*map(id, self.model.buffers())] != [*map(id, self.sharded_step.buffers)]:
             raise UserError(
-                "--model assigns a new buffer in training; change buffers in place, as copy_ does", exit_code=1
+                "--model replaces a buffer in training; update buffers in place, as with copy_", exit_code=1
             )
         scaler = self.state.parts.get("scaler")
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
             overflow = f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}"
-            raise self.failure(f"{overflow}: gradients overflow float16 at every step (--amp-dtype bfloat16 may help)")
+            raise self.failure(f"{overflow}: gradients overflow float16 at every step (try --amp-dtype bfloat16)")
         self.wait_for_save()
         self.saving = self.position
         if self.manager.save(self.state, records=self.monitor.sync(), is_last=is_last):

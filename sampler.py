@@ -52,7 +52,7 @@ class VirtualShards(NamedTuple):
     def arithmetic(self) -> str:
         """The global batch as a product, such as `256 images a step: 2 processes x 4 micro-batches x 32`."""
         each = f"{self.num_local} micro-batches x {self.batch_size}" if self.num_local > 1 else f"{self.batch_size}"
-        return f"{counted(self.global_batch_size, 'image')} a step: {counted(self.world_size, 'process')} x {each}"
+        return f"{counted(self.global_batch_size, 'image')} per step: {counted(self.world_size, 'process')} x {each}"
 
     @property
     def local(self) -> range:

@@ -190,7 +190,7 @@ def grey_bits(image: Image.Image) -> int:
         reason = "samples of 32 bits"
     else:
         return int(bits) if image.mode.startswith("I") else 0
-    why = "which cannot be scaled to 8 bits without guessing its white; save it as a PNG of 8 or 16 bits"
+    why = "which cannot be scaled to 8 bits without guessing its white level; save it as an 8- or 16-bit PNG"
     raise BadImageError(f"it has {reason} (Pillow's mode {image.mode}), {why}")
 
 
@@ -218,9 +218,7 @@ def unused_range(source: Any) -> str:
                 ends += sum(to_mode(image).getextrema(), ()) if image.info["bits"] else ()
     low, high = min(ends, default=0), max(ends, default=255)
     share = f"{(high - low + 1) / 256:.0%} of their range: loaded, their pixels are {low} to {high} of 255"
-    return (
-        f"samples of more than 8 bits use {share}; scale 12-bit samples in files of 16 bits" if high - low <= 64 else ""
-    )
+    return f"samples with more than 8 bits use {share}; scale 12-bit samples to 16 bits" if high - low <= 64 else ""
 
 
 def _scale_grey(image: Image.Image, bits: int) -> Image.Image:
@@ -256,8 +254,10 @@ def decode_plainly(
     with _blaming_bytes(image.width * image.height):
         is_keyed = image.format == "PNG" and image.mode in ("L", "RGB") and "transparency" in image.info
         if mode == "RGBA" and is_keyed and payload[24] != 8:  # the bits of a sample
-            remedy = "save it as a PNG of 8 bits or with an alpha channel"
-            raise BadImageError(f"its transparent colour has {payload[24]} bits a channel, and 8 are read; {remedy}")
+            remedy = "save it as an 8-bit PNG or with an alpha channel"
+            raise BadImageError(
+                f"its transparent colour has {payload[24]} bits per channel, but only 8 are supported; {remedy}"
+            )
         if box is not None and box != (0, 0, *image.size):
             image = image.crop(box)
         return to_mode(image, mode)

@@ -65,7 +65,7 @@ def main() -> None:
         for pack in [RemotePack(split=split, **options) for split in options.pop("splits")]:
             fill(pack)
     except (ImageError, UserError, OSError) as error:
-        print(one_line(f"filling the cache has ended: {error}"), file=sys.stderr, flush=True)
+        print(one_line(f"filling the cache stopped: {error}"), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -35,27 +35,30 @@ def check_source(root: Path) -> list[Source]:
         return found
     if any(root.parent.glob("*.parquet")):
         raise UserError(
-            f"{data_path} holds parquet files, which are not trained on directly; write their images as class folders "
-            f"first: python -m scripts.prepare {root.parent} NEW_FOLDER"
+            f"{data_path} holds parquet files, which train.py cannot read; first write their images as class folders: "
+            f"python -m scripts.prepare {root.parent} NEW_FOLDER"
         )
     if not root.parent.is_dir():
-        raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/, or lists, train.csv")
+        raise UserError(
+            f"{data_path} is not a folder; give the folder with train/ and val/, or with lists such as train.csv"
+        )
     tables = [name for name in list_folder(root.parent) if Path(name).suffix in SEPARATORS and name[:4] != "LOC_"]
     if tables and not find_sources(root.parent / "train"):
         raise UserError(
-            f"{data_path} has no {root.name}/; if {tables[0]} lists the images, call it train{Path(tables[0]).suffix}, "
-            "with the columns path and label, and give --minival 0.1 unless there is a list val too"
+            f"{data_path} has no {root.name}/; if {tables[0]} lists the images, rename it to "
+            f"train{Path(tables[0]).suffix}, with the columns path and label, and give --minival 0.1 unless there is "
+            "a val list too"
         )
     folders = [name for name in list_folder(root.parent) if (root.parent / name).is_dir() and name[0] != "."]
     if folders and root.parent.name in ("train", "val"):
         raise UserError(f"{data_path} is one split; give the folder that holds it, {root.parent.parent}")
     if len(folders) > 1 and "val" not in folders and not find_sources(root.parent / "train"):
         raise UserError(
-            f"{data_path} has no {root.name}/; if {folders[0]}, {folders[1]} ... are its classes, put all of them into "
-            "a folder train/ there, and give --minival 0.1 unless there is a val/ too"
+            f"{data_path} has no {root.name}/; if {folders[0]}, {folders[1]} ... are the classes, move all of them "
+            "into a folder train/ there, and give --minival 0.1 unless there is a val/ too"
         )
     layouts = ", or ".join(form.layout.format(split=root.name) for form in FORMS[1:] + FORMS[:1])
-    hint = "; or --minival 0.1 evaluates on training images that it holds out" if root.name == "val" else ""
+    hint = "; or give --minival 0.1 to evaluate on held-out training images" if root.name == "val" else ""
     raise UserError(f"{data_path} has no {root.name}/; it must hold {layouts}{hint}")
 
 
@@ -76,8 +79,8 @@ def open_named(option: str, text: str, separator: str | None = None, **remote: A
     root = root.with_suffix("") if root.suffix in SEPARATORS else root
     if not find_sources(root):
         raise UserError(
-            f"{option} {text}: {place} holds no images; give a folder with one folder for each class, a list, or "
-            "the path of tars or of a pack without their ending"
+            f"{option} {text}: {place} holds no images; give a folder with one folder for each class, a list, or the "
+            "path of tars or of a pack, without the ending"
         )
     return name, open_source(root, separator)
 
@@ -94,10 +97,10 @@ def open_source(root: Path, separator: str | None = None) -> Source:
         root = Path(os.path.abspath(root))
     source, *others = check_source(root)
     if others:
-        print(one_line(f"{source.where} is used, and not {' or '.join(other.where for other in others)}"))
+        print(one_line(f"{source.where} is used, not {' or '.join(other.where for other in others)}"))
     if separator is not None:
         if not isinstance(source, ListIndex):
-            raise UserError(f"--multi-label reads the labels of a list, such as {root}.csv; {source.where} is none")
+            raise UserError(f"--multi-label needs a list of labels, such as {root}.csv; {source.where} is not a list")
         source.separator = separator
     return warn_of_range(source.open())
 
@@ -114,14 +117,14 @@ def open_split(folder: str, args: Any) -> Source:
     name = os.path.basename(folder)
     if is_remote(args.data_path):
         if args.multi_label:
-            raise UserError(f"--multi-label reads the labels of a list; --data-path {args.data_path} is a pack")
+            raise UserError(f"--multi-label needs a list of labels; --data-path {args.data_path} is a pack")
         return RemotePack(args.data_path, name, **remote_options(args))
     if not split_custom(args.data_path or ""):
         return open_source(Path(folder), args.multi_label)
     with in_one_line(f"--data-path {args.data_path}"):
         source = load_function("data_path", args)(name)
         if not isinstance(source, Source) or not 0 < len(source) < 1 << 31:
-            raise UserError(f"it returned {source!r:.80} of {name}; expected a Source of images, of fewer than 2**31")
+            raise UserError(f"it returned {source!r:.80} for {name}; expected a Source of fewer than 2**31 images")
         _check_labels(source, args.multi_label)
         source.fingerprint()  # whose names may be no text
     return warn_of_range(source)
@@ -131,16 +134,18 @@ def _check_labels(source: Source, separator: str | None) -> None:
     """Refuse a source of the user's own whose classes, labels or first image cannot be."""
     names, sets = source.classes, source.label_sets
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
-        raise UserError("classes: expected a list of different names")
+        raise UserError("classes: expected a list of unique names")
     if (sets is None) == bool(separator):
-        raise UserError("label_sets are for images of several labels: give them and --multi-label, or neither")
+        raise UserError(
+            "label_sets are for images with several labels: give both label_sets and --multi-label, or neither"
+        )
     if sets is not None and (sets.dtype != bool or sets.shape[1:] != (len(names),)):
         raise UserError(f"label_sets are {sets.dtype} of shape {sets.shape}; expected bool of (sets, {len(names)})")
     labels, most = [source.label(number) for number in range(len(source))], len(names if sets is None else sets)
     if bad := [x for x in labels if type(x) is bool or not isinstance(x, numbers.Integral) or not 0 <= x < most]:
         raise UserError(f"a label is {bad[0]!r}; expected a whole number from 0 to {most - 1}")
     if not isinstance(getattr(source, "form", None), str):
-        raise UserError("form: expected a name of this kind of data, for checkpoints and messages")
+        raise UserError("form: expected a name for this kind of data, for checkpoints and messages")
     content, *_ = retry(lambda: source.read(0)), {**source.identity()}, source.path(0)
     if not isinstance(content, bytes | bytearray):
         raise UserError(f"read returned {content!r:.80}; expected the bytes of an image's file")

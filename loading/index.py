@@ -294,7 +294,7 @@ class FolderIndex(ImageIndex):
             progress.update()
         check_hidden(root, [*map(encoded, classes), *(name for each in scan.names for name in each.tolist())])
         if scan.unread:
-            words = f"such as {scan.unread[0]}, whose endings are not {' '.join(IMG_EXTENSIONS)}"
+            words = f"such as {scan.unread[0]}, whose extensions are not {' '.join(IMG_EXTENSIONS)}"
             print(one_line(f"{self.where}: {counted(len(scan.unread), 'file')} not read, {words}"))
         return classes
 
@@ -305,7 +305,7 @@ def _walk(root: str, folder: str, scan: Scan, parents: tuple = ()) -> Iterator[t
     status = os.stat(path)
     identity = (status.st_dev, status.st_ino)
     if identity in parents:
-        raise UserError(f"{path} is a link to a folder that holds it; remove it")
+        raise UserError(f"{path} is a link to one of its own parent folders; remove it")
     scan.watch(path, status)
     images, folders = _list_folder(path, scan)
     yield folder, images

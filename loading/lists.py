@@ -67,7 +67,7 @@ class ListIndex(ImageIndex):
             classes, labels = number_labels(self, scan, [label for _, _, label in rows])
             folders = classes
             if several := [name for name in classes if re.search("[,;|]", name)]:
-                words = f"such as {several[0]!r}, is one label here; --multi-label reads several labels an image"
+                words = f"such as {several[0]!r}, is one label here; --multi-label reads several labels per image"
                 print(one_line(f"{self.where}: {counted(len(several), 'class')} with a separator in its name, {words}"))
         else:
             classes, labels, folders = self._number_sets([label for _, _, label in rows], scan)
@@ -87,7 +87,10 @@ class ListIndex(ImageIndex):
         for line, path, label in rows:
             file = _hash_file(os.path.join(self.root.parent, path))
             if file in labels:
-                ways = {True: "twice with this class; leave one out", False: "with two classes; an image has one here"}
+                ways = {
+                    True: "twice with this class; leave one out",
+                    False: "with two classes; without --multi-label an image has one",
+                }
                 raise UserError(f"{self.where}, line {line}: {path} is listed {ways[labels[file] == label]}")
             labels[file] = label
         return list(labels)
@@ -96,11 +99,11 @@ class ListIndex(ImageIndex):
         """Refuse a path that is no image's; return True."""
         reason = ""
         if ".." in path.split("/"):
-            reason = "leads upwards by ..; give an absolute path"
+            reason = "contains ..; give an absolute path"
         elif not path.lower().endswith(IMG_EXTENSIONS):
-            reason = f"has none of the endings {' '.join(IMG_EXTENSIONS)}; write the whole name of the file"
+            reason = f"has none of the extensions {' '.join(IMG_EXTENSIONS)}; write the full file name"
         elif not os.path.isfile(os.path.join(self.root.parent, path)):
-            reason = f"is no file; paths are relative to {self.root.parent}, or absolute"
+            reason = f"is not a file; paths are relative to {self.root.parent}, or absolute"
         if reason:
             raise UserError(one_line(f"{self.where}, line {line}: {path!r} {reason}"))
         return True
@@ -149,19 +152,19 @@ def number_labels(
         classes = sorted(set(labels), key=int)
         missing = [number for number, name in enumerate(classes) if int(name) != number]
         if missing:
-            remedy = f"write all classes into {source.root.parent / CLASSES}, one name a line, the first of number 0"
+            remedy = f"write all classes into {source.root.parent / CLASSES}, one name per line, starting with class 0"
             numbers = f"its labels are numbers up to {classes[-1]}, and {missing[0]} has no image"
             raise UserError(f"{source.where}: {numbers}; {remedy}")
     else:
         value = float if all(re.fullmatch(r"-?\d+(\.\d+)?", label) for label in labels) else str
         classes = sorted(sorted(set(labels)), key=value)
     if source.class_list is None and classes != sorted(classes):
-        print(one_line(f"{source.where}: classes are in the order of numbers (2, 10), not of class folders (10, 2)"))
+        print(one_line(f"{source.where}: classes are in numeric order (2, 10), unlike class folders (10, 2)"))
     numbers = {name: number for number, name in enumerate(classes)}
     if unknown := sorted(set(labels) - numbers.keys()):
         where = origins[labels.index(unknown[0])] if origins else source.where
         hint = did_you_mean(unknown[0], classes)
-        raise UserError(f"{where}: {CLASSES} has no class {unknown[0]}{hint}; it names {len(classes)}")
+        raise UserError(f"{where}: {CLASSES} has no class {unknown[0]}{hint}; it lists {len(classes)}")
     return classes, [numbers[label] for label in labels]
 
 
@@ -223,17 +226,17 @@ def _read_classes(path: Path) -> list[str]:
     for name in names:
         check_class(f"{path}", name)
     if not names:
-        raise UserError(f"{path} is empty; write one class a line, or remove it")
+        raise UserError(f"{path} is empty; write one class per line, or remove it")
     if len(set(names)) < len(names):
         repeated = Counter(names).most_common(1)[0][0]
-        raise UserError(f"{path} names {repeated} twice; each line is a class of its own")
+        raise UserError(f"{path} lists {repeated} twice; each line must be a different class")
     return names
 
 
 def check_class(where: str, name: str) -> None:
     """Raise UserError for a class that could not be a folder."""
     if not is_printable(name) or "/" in name or name in ("", ".", ".."):
-        raise UserError(f"{where}: a class cannot be called {name!r}; give it a name that a folder could have")
+        raise UserError(f"{where}: a class cannot be called {name!r}; give it a valid folder name")
 
 
 def with_slashes(path: str, folder: Path) -> str:
@@ -247,11 +250,11 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     with open_to_read(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
             if len(line) == _MAX_LINE_BYTES:
-                raise UserError(f"{path}, line {number}: it has over {_MAX_LINE_BYTES:,} bytes; is it a list?")
+                raise UserError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES:,} bytes; is it a list?")
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:
-                raise UserError(f"{path}, line {number}: not in UTF-8 ({error.reason}); save it as UTF-8") from error
+                raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason}); save it as UTF-8") from error
 
 
 def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator[tuple[int, str, str]]:
@@ -270,7 +273,9 @@ def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator
             hint = " (several labels need --multi-label)" if isinstance(row["label"], list) and not separator else ""
             raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number{hint}"))
         if separator is not None and (cut := [each for each in labels if separator in each]):
-            raise UserError(one_line(f"{where}: label {cut[0]!r} holds {separator!r}; give --multi-label another one"))
+            raise UserError(
+                one_line(f"{where}: label {cut[0]!r} contains {separator!r}; give --multi-label another separator")
+            )
         if own_split not in allowed:
             raise UserError(one_line(f"{where}: split {own_split!r}; expected {' or '.join(allowed)}"))
         for label in labels:
@@ -298,7 +303,7 @@ def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) 
         UserError: the file cannot be read, or a row lacks a column that is needed.
     """
     if path.suffix not in SEPARATORS or not path.is_file():
-        raise UserError(f"{path} is no {', '.join(SEPARATORS)} file that exists; write {', '.join(needed)} into one")
+        raise UserError(f"{path} is not an existing {', '.join(SEPARATORS)} file; write one with {', '.join(needed)}")
     separator = SEPARATORS[path.suffix]
     read = {*needed, *optional}
     for line, row in _read_objects(path) if separator is None else _read_columns(path, separator, read):
@@ -315,7 +320,7 @@ def _read_objects(path: Path) -> Iterator[tuple[int, dict]]:
         try:
             row = json.loads(line) if line else None
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: no JSON ({error}); each line is one object") from error
+            raise UserError(f"{path}, line {number}: not JSON ({error}); write one object per line") from error
         if line and not isinstance(row, dict):
             raise UserError(f"{path}, line {number}: expected an object with path and label")
         if line:
@@ -331,7 +336,7 @@ def _read_columns(path: Path, separator: str, read: Collection[str]) -> Iterator
     try:
         columns = [name.strip().lower() for name in next(reader, [])]
         if len(set(columns)) < len(columns):
-            raise UserError(f"{path}: a column is there twice: {', '.join(columns)}")
+            raise UserError(f"{path}: duplicate column: {', '.join(columns)}")
         if unread := [name for name in columns if name not in read]:
             print(one_line(f"{path}: {counted(len(unread), 'column')} not read: {', '.join(unread)}"))
         for row in filter(None, reader):

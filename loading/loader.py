@@ -29,7 +29,7 @@ def check_workers(num_workers: int) -> None:
     most = max(_MOST_PER_CORE * cores, _MOST_ANYWHERE)
     if num_workers > most:
         raise UserError(
-            f"--workers {num_workers}: this process has {cores} cores, of use to {most} at most; give about {cores}"
+            f"--workers {num_workers}: this process has {cores} cores, enough for {most} at most; give about {cores}"
         )
 
 
@@ -138,7 +138,7 @@ class BatchLoader:
             memory = mmap.mmap(-1, max(num_slots * batch_bytes, 1))
         except (OSError, OverflowError) as error:
             raise StorageError(
-                f"no memory for {num_slots} batches of {batch_bytes / 2**20:.0f} MiB on their way from {num_workers} "
+                f"no memory for {num_slots} prefetched batches of {batch_bytes / 2**20:.0f} MiB from {num_workers} "
                 f"loader processes ({error}); use fewer --workers, or a smaller --batch-size",
                 exit_code=2,
             ) from error
@@ -181,7 +181,7 @@ class BatchLoader:
         except (OSError, RuntimeError) as error:
             raise StorageError(
                 f"cannot start {self.loader.num_workers} loader processes ({error}); use fewer --workers, or raise "
-                "their limits: `ulimit -n`, `ulimit -u`, the room in /dev/shm",
+                "the limits: `ulimit -n`, `ulimit -u`, the size of /dev/shm",
                 exit_code=2,
             ) from error
 

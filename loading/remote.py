@@ -95,11 +95,11 @@ def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndar
             raise ValueError(f"format {metadata['format']!r:.40}, expected {FORMAT!r}")
         number, width = metadata["images"], metadata["width"]
         if not (type(number) is type(width) is int and min(number, width) > 0):
-            raise ValueError("its number of images is none")
+            raise ValueError("it has no valid number of images")
         start, length = number * width, number * (width + _ROW_BYTES)
         body += unpacker.decompress(unpacker.unconsumed_tail, max(min(length, _MAX_UNPACKED_BYTES) - len(body), 0) + 1)
         if len(body) != length or not unpacker.eof or unpacker.unused_data:
-            raise ValueError("its length is another one")
+            raise ValueError("its length is wrong")
         names, columns = numpy.frombuffer(body, f"S{width}", number), {}
         for name, kind in COLUMNS.items():
             columns[name] = numpy.frombuffer(body, kind, number, start)
@@ -114,14 +114,14 @@ def _check_columns(classes: list[str], files: list[dict], columns: dict[str, num
     """Raise an error, such as ValueError, unless an index's classes and shards are some, and every image is of one."""
     texts, lengths = [*classes, *(each["sha256"] for each in files)], [each["bytes"] for each in files]
     if classes != sorted({*classes}) or {*map(type, texts)} != {str} or {*map(type, lengths)} != {int}:
-        raise ValueError("its classes or shards are none")
+        raise ValueError("it has no valid classes or shards")
     has_names = all(re.fullmatch(r"[\w.-]+", each["file"]) for each in files)
     if not has_names or not 0 < min(lengths) <= sum(lengths) < 1 << 60:
-        raise ValueError("its shards have no names or sizes")
+        raise ValueError("its shards have no valid names or sizes")
     labels, shards, offsets, sizes, _ = columns.values()
     is_known = min(map(numpy.min, columns.values())) >= 0 and labels.max() < len(classes) and shards.max() < len(files)
     if not is_known or (offsets > numpy.array(lengths)[shards] - sizes).any():
-        raise ValueError("an image is of no class, or lies in no shard")
+        raise ValueError("an image has no valid class or shard")
 
 
 class HttpStore:
@@ -153,7 +153,7 @@ class HttpStore:
                 raise _too_long(where, most)
             content = response.read()
         except ssl.SSLCertVerificationError as error:
-            raise UserError(f"{where}: {error.verify_message}; SSL_CERT_FILE=FILE trusts those in it") from error
+            raise UserError(f"{where}: {error.verify_message}; set SSL_CERT_FILE=FILE to trust others") from error
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
             self._local.pid = None
             raise explain_limit(error) or _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
@@ -194,7 +194,7 @@ class _Answer(http.client.HTTPResponse):
 
 
 def _too_long(where: str, most: int) -> UserError:
-    return UserError(f"{where}: the server sends more than {most:,} bytes; is it a pack of scripts.pack?")
+    return UserError(f"{where}: the server sends more than {most:,} bytes; is it a pack that scripts.pack wrote?")
 
 
 class _BoundedReader(io.RawIOBase):
@@ -214,7 +214,7 @@ class _BoundedReader(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int | None:
         elapsed_s = time.monotonic() - self.begin_s
         if elapsed_s > _SILENCE_S + self.num_bytes / _SLOWEST:
-            raise TimeoutError(f"only {self.num_bytes:,} bytes came in {elapsed_s:.0f} s")
+            raise TimeoutError(f"only {self.num_bytes:,} bytes received in {elapsed_s:.0f} s")
         self.num_bytes += (count := self.raw.readinto(buffer) or 0)
         if self.num_bytes > self.most + _MAX_HEAD_BYTES:
             raise _too_long(self.where, self.most)
@@ -228,7 +228,9 @@ class _BoundedReader(io.RawIOBase):
 def _refused(where: str, response: http.client.HTTPResponse) -> Exception:
     """Return the error of an answer without the wanted bytes."""
     if response.status == 200:
-        return UserError(f"{where}: the server sends whole files instead of ranges; use one that has ranges")
+        return UserError(
+            f"{where}: the server sends whole files instead of ranges; use one that supports range requests"
+        )
     target = response.getheader("Location", "").partition("?")[0]
     reason = f"{response.status} {response.reason}" + (f" to {target}, which is not followed" if target else "")
     return _refusal(where, response.status, reason, response.getheader("Retry-After"))
@@ -240,10 +242,10 @@ def _refusal(where: str, status: int, reason: str, retry_after: str | None = Non
         wait = float(retry_after) if (retry_after or "").isdecimal() else 0.0
         return _PassingError(reason, wait)
     help_of = {
-        401: "give credentials, as the cloud's own tools take them", 403: "the credentials do not allow it",
-        404: "there is no such object or bucket; is it a pack that scripts.pack wrote, with its .index.gz files?",
+        401: "provide credentials, as for the cloud's own tools", 403: "the credentials do not allow it",
+        404: "no such object or bucket; is it a pack that scripts.pack wrote, with its .index.gz files?",
     }  # fmt: skip
-    return UserError(f"{where}: {reason}: {help_of.get(status, 'the server refuses to send it')}")
+    return UserError(f"{where}: {reason}: {help_of.get(status, 'the server refused the request')}")
 
 
 class ObjectStore:
@@ -268,7 +270,7 @@ class ObjectStore:
                 return bytes(self.package.get_range(self._store, name, start=start, length=size)), None
             answer = self.package.get(self._store, name)
             if answer.meta["size"] > _MAX_UNPACKED_BYTES:
-                raise UserError(f"{self.url}/{name}: it has {answer.meta['size']:,} bytes, which are too many")
+                raise UserError(f"{self.url}/{name}: it has {answer.meta['size']:,} bytes, which is too large")
             return bytes(answer.bytes()), answer.meta["size"]
 
     def write(self, name: str, content: bytes) -> None:
@@ -316,7 +318,7 @@ def open_store(url: str) -> HttpStore | ObjectStore:
         host, _ = (parts.hostname or "").encode("idna").decode(), parts.port
     except ValueError as error:
         reason = f" ({error})" if shown == url else ""
-        raise UserError(f"{shown}: it is no address{reason}") from error
+        raise UserError(f"{shown}: not a valid URL{reason}") from error
     if parts.username or parts.password or parts.query or parts.fragment:
         remedy = "remove user, password and everything after ?; credentials come from the environment"
         raise UserError(f"{parts.scheme}://{host}...: {remedy}")
@@ -326,7 +328,7 @@ def open_store(url: str) -> HttpStore | ObjectStore:
 
 
 def retry_requests(
-    work: Callable[[], T], where: str, timeout_s: float, remedy: str = "--resume auto goes on; or raise --io-timeout"
+    work: Callable[[], T], where: str, timeout_s: float, remedy: str = "--resume auto continues; or raise --io-timeout"
 ) -> T:
     """Return the result of `work`; after a failure that may pass try again, with growing waits, for `timeout_s`.
 
@@ -340,11 +342,11 @@ def retry_requests(
             return work()
         except _PassingError as error:
             if time.monotonic() > begin + _QUIET_S and not is_said:
-                print(one_line(f"{where}: {error}; trying again for {timeout_s:g} s"), file=sys.stderr, flush=True)
+                print(one_line(f"{where}: {error}; retrying for {timeout_s:g} s"), file=sys.stderr, flush=True)
                 is_said = True
             left = begin + timeout_s - time.monotonic()
             if left <= 0 or signals.is_stop_asked():
-                why = f"tried for {timeout_s:g} s" if left <= 0 else "asked to stop meanwhile"
+                why = f"tried for {timeout_s:g} s" if left <= 0 else "interrupted"
                 raise ImageError(f"cannot reach {where}: {error} ({why}); {remedy}") from error
             end = time.monotonic() + min(max(error.wait_s, wait * jitter.uniform(0.5, 1.5)), left)
             while time.monotonic() < end and not signals.is_stop_asked():
@@ -379,7 +381,7 @@ def in_child(work: Callable[[], bytes]) -> bytes:
     os.waitpid(child, 0)
     if content[:1] == b"+":
         return content[1:]
-    text = content[1:].decode(errors="replace") or "the process that read it ended"
+    text = content[1:].decode(errors="replace") or "the process that was reading it ended"
     raise (UserError if content[:1] == b"-" else _PassingError)(text)
 
 
@@ -408,7 +410,7 @@ class Cache:
             opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             status, flags = os.fstat(opened), os.O_RDWR | os.O_CREAT
             if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                raise UserError(f"--cache {folder}: others own it, or may write to it; give a folder of your own")
+                raise UserError(f"--cache {folder}: another user owns it or may write to it; give a folder of your own")
             self._data, self._there = (open_regular(name, flags, dir_fd=opened) for name in ("data", "there"))
             os.close(opened)
         except OSError as error:
@@ -446,7 +448,7 @@ class Cache:
             os.pwrite(self._there, b"\1", number)
         except OSError as error:
             self.is_full = True
-            print(f"--cache {self.folder}: {error.strerror}; nothing more is kept", file=sys.stderr, flush=True)
+            print(f"--cache {self.folder}: {error.strerror}; no more images are cached", file=sys.stderr, flush=True)
 
     def forget(self, number: int) -> None:
         """Forget an image whose bytes are wrong."""
@@ -530,9 +532,11 @@ class RemotePack(ArraySource):
         def read() -> bytes:
             content, whole = self.store.read(shard["file"], start, end - start)
             if whole not in (None, shard["bytes"]):
-                raise ImageError(f"{where} has {whole:,} bytes and had {shard['bytes']:,}: it has changed; start again")
+                raise ImageError(
+                    f"{where} has {whole:,} bytes, but had {shard['bytes']:,}: it has changed; start again"
+                )
             if len(content) != end - start:
-                raise _PassingError(f"{len(content):,} of {end - start:,} bytes came")
+                raise _PassingError(f"only {len(content):,} of {end - start:,} bytes received")
             return content
 
         for _ in range(2):
@@ -545,7 +549,7 @@ class RemotePack(ArraySource):
             images = [content[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)]
             if list(map(zlib.crc32, images)) == self.columns["crcs"][number : last + 1].tolist():
                 return images
-        raise ImageError(f"{where}, bytes {start} to {end}: not the CRC-32 of the index; upload the pack again")
+        raise ImageError(f"{where}, bytes {start} to {end}: CRC-32 differs from the index; upload the pack again")
 
     def expect(self, numbers: Iterable[int]) -> None:
         """Begin to fetch, many at a time, what the cache lacks of the images that are read next."""

@@ -62,10 +62,10 @@ class Samples:
                 self.unread = self.unread or where
                 continue
             if others or len(images) != 1:
-                counts = f"there are {len(others) + 1} such labels and {len(images)} images of this key"
+                counts = f"there are {len(others) + 1} such labels and {len(images)} images with this key"
                 raise UserError(f"{where}: {counts}, the name up to its first dot; expected one of each")
             if key in self.images:
-                raise UserError(f"{where}: an earlier tar has this key, too; each image needs a key of its own")
+                raise UserError(f"{where}: an earlier tar has this key too; each image needs a unique key")
             self.images[key] = (label, by_key.pop(key)[0])
         left = [image for images in by_key.values() for image in images]
         self.unlabelled = self.unlabelled or "".join(f"{path} holds {name!r}" for name, _ in left[:1])
@@ -79,7 +79,11 @@ class Samples:
         labels, images = zip(*self.images.values(), strict=True)
         origins = [f"{paths[location[0]]}, {name!r}" for name, location in images]
         if in_folders := [key for key in self.images if "/" in key]:
-            print(one_line(f"{source.where}: labels such as that of {in_folders[0]} are the classes, not the folders"))
+            print(
+                one_line(
+                    f"{source.where}: the classes are the labels, such as that of {in_folders[0]}, not the folders"
+                )
+            )
         classes, numbers = number_labels(source, scan, labels, origins)
         members = zip(numbers, images, strict=True)
         scan.add_sorted((label, *os.path.split(f"{classes[label]}/{name}"), at) for label, (name, at) in members)

@@ -210,7 +210,7 @@ def without(source: Source, numbers: Iterable[int]) -> Subset:
 def check_num_bytes(num_bytes: int) -> None:
     """Raise BadImageError if a file is too large for an image."""
     if num_bytes > _MAX_BYTES:
-        raise BadImageError(f"it has {num_bytes:,} bytes; an image has at most {_MAX_BYTES:,}")
+        raise BadImageError(f"it has {num_bytes:,} bytes; an image may have at most {_MAX_BYTES:,}")
 
 
 def encoded(text: str) -> bytes:

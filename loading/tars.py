@@ -101,11 +101,13 @@ class TarIndex(ImageIndex):
                 ignored = f"{len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored"
                 print(one_line(f"{path}: {ignored}"))
             if self.form == "class tars" and reader.samples.images:
-                raise UserError(f"{path} holds images with labels; call such tars {self.root.name}-000000.tar etc.")
+                raise UserError(
+                    f"{path} holds images with labels; rename such tars to {self.root.name}-000000.tar etc."
+                )
         if reader.samples.images:
             return reader.samples.add_to(scan, self, self.files)
         if unread := reader.samples.unread:
-            print(one_line(f"{unread} and files like it hold no label: the class is the folder, or the tar's name"))
+            print(one_line(f"{unread} and files like it hold no label: the folder, or the tar's name, is the class"))
         found = reader.folders()
         ordered = sorted((folder.split("/")[0], folder) for folder in found if folder)
         classes = sorted({name for name, _ in ordered})
@@ -138,12 +140,12 @@ def _shards(name: str, tars: list[Path]) -> list[list[Path]]:
         for expected, (number, _, tar) in enumerate(sorted(shards)):
             if number != expected:
                 missing = tar.with_name(f"{prefix}-{expected:0{len(digits)}d}.tar")
-                raise UserError(f"{missing} is missing, but {tar.name} is there; a set needs every shard")
+                raise UserError(f"{missing} is missing, but {tar.name} exists; a set needs every shard")
         sets[prefix] = [tar for *_, tar in sorted(shards)]
     checksums = _checksums(name, tars[0].parent) if name in sets else {}
     missing = [file for file in checksums if file not in {shard.name for shard in sets[name]}]
     if missing:
-        lacking = f"{len(missing)} of the {len(checksums)} shards in {PACK_MANIFEST} are not there"
+        lacking = f"{len(missing)} of the {len(checksums)} shards in {PACK_MANIFEST} are missing"
         raise UserError(f"{tars[0].with_name(missing[0])} is missing: {lacking}; --data-path needs every shard")
     return list(sets.values())
 
@@ -182,7 +184,7 @@ def _checksums(name: str, folder: Path) -> dict[str, str]:
     except (KeyError, TypeError):
         return {}
     if state != "complete":
-        remedy = "run its scripts.pack command again, which resumes where it stopped"
+        remedy = "run its scripts.pack command again to resume it"
         raise UserError(f"{folder} is a pack that is still being written, or was interrupted; {remedy}")
     return checksums
 
@@ -215,7 +217,7 @@ def tar_members(
         while (member := archive.next()) is not None:
             # A negative size would lead back to an earlier member, in an endless loop.
             if member.size < 0 or member.offset < position or member.offset_data + member.size > end:
-                raise tarfile.ReadError(f"member {member.name!r} is not whole")
+                raise tarfile.ReadError(f"member {member.name!r} is incomplete")
             position = member.offset_data
             archive.members.clear()  # the archive would keep a million of them
             if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):

@@ -32,9 +32,9 @@ def check_name(name: str) -> None:
     """Raise UserError if torchvision lacks the model; timm's models and the user's own are looked up when built."""
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known and not name.startswith("timm/") and not split_custom(name):
-        hint = did_you_mean(name, known) or f" (there are {', '.join(known)});"
+        hint = did_you_mean(name, known) or f" (known: {', '.join(known)});"
         hint += " timm's are written timm/NAME, your own FILE.py:FUNCTION"
-        raise UserError(f"--model {name} is no classification model of torchvision{hint}")
+        raise UserError(f"--model {name}: not a torchvision classification model{hint}")
 
 
 def check_model(args: Any) -> None:
@@ -152,7 +152,7 @@ def _build_library(args: Any, num_classes: int) -> nn.Module:
     """Build a model of torchvision's or timm's from our options and the keyword arguments of `--model-kwargs`."""
     given = parse_kwargs(args.model_kwargs)
     for key in given.keys() & _NOT_FOR_KWARGS:
-        raise UserError(f"--model-kwargs {key}: another option sets that, or the data; leave it out")
+        raise UserError(f"--model-kwargs {key}: set by another option or by the data; remove it")
     is_timms = args.model.startswith("timm/")
     build, options = _find_timm(args) if is_timms else _find_torchvision(args)
     try:
@@ -175,8 +175,8 @@ def _widen(model: nn.Module, args: Any) -> None:
         return
     if getattr(model, "transform_input", False):
         raise UserError(
-            f"--in-chans {args.in_chans}: {args.model} rescales the three channels that published weights take; leave "
-            "out --in-chans, or the weights and transform_input"
+            f"--in-chans {args.in_chans}: {args.model} rescales the three channels of its published weights; remove "
+            "--in-chans, or the weights and transform_input"
         )
     first = next(each for each in model.modules() if isinstance(each, nn.Conv2d) and each.in_channels == 3)
     first.in_channels, first.weight = args.in_chans, nn.Parameter(adapt_channels(first.weight.detach(), args.in_chans))
@@ -204,12 +204,14 @@ def fit_channels(model: nn.Module, weights: Mapping[str, Tensor], args: Any, sou
             continue
         if args.test_only:
             raise UserError(
-                f"{source} is for {counted(theirs, 'channel')}, and --in-chans is {args.in_chans}; evaluation changes "
-                f"no weights: give --in-chans {theirs}, or to a tool --mean and --std of as many values"
+                f"{source} is for {counted(theirs, 'channel')}, but --in-chans is {args.in_chans}; evaluation does "
+                f"not adapt weights: give --in-chans {theirs}, or to a tool --mean and --std with as many values"
             )
         fitted[name] = adapt_channels(weight, args.in_chans)
         words = "summed" if args.in_chans == 1 else f"repeated and scaled by {theirs} / {args.in_chans}"
-        print(f"{source}: {name} of {counted(theirs, 'channel')} is {words} for --in-chans {args.in_chans}, as in timm")
+        print(
+            f"{source}: {name} with {counted(theirs, 'channel')} is {words} for --in-chans {args.in_chans}, as in timm"
+        )
     return fitted
 
 
@@ -251,7 +253,9 @@ def _build_custom(args: Any, num_classes: int) -> nn.Module:
     given = parse_kwargs(args.model_kwargs)
     given |= {} if args.in_chans == 3 else {"in_chans": args.in_chans}
     signature = inspect.signature(function)
-    with in_one_line(f"--model {args.model} takes {signature}, and is given {', '.join(['num_classes', *given])}"):
+    with in_one_line(
+        f"--model {args.model} takes {signature}, but is called with {', '.join(['num_classes', *given])}"
+    ):
         signature.bind(num_classes=num_classes, **given)
     model = function(num_classes=num_classes, **given)
     if not isinstance(model, nn.Module):
@@ -266,7 +270,7 @@ def _set_rates(model: nn.Module, args: Any) -> None:
         layers = [module for module in model.modules() if isinstance(module, torchvision.ops.StochasticDepth)]
         deepest = max((layer.p for layer in layers), default=0.0)
         if not deepest:
-            raise UserError(f"--stochastic-depth {args.stochastic_depth}: {args.model} has none")
+            raise UserError(f"--stochastic-depth {args.stochastic_depth}: {args.model} does not support it")
         for layer in layers:
             layer.p *= args.stochastic_depth / deepest
     if args.dropout is not None:
@@ -349,7 +353,7 @@ def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
         lasts = [name for name in sizes if name in parts.values()]
     ends = [name for name in lasts if sizes[name] == num_classes]
     if not ends:
-        raise UserError(f"the model {type(model).__name__} has no layer at its end that scores {num_classes} classes")
+        raise UserError(f"the model {type(model).__name__} has no final layer with {num_classes} outputs")
     return ends
 
 
@@ -368,8 +372,8 @@ def freeze_below(model: nn.Module, layer: str) -> None:
         numbered = {name: re.match(r".*?\d(?=\.)", name) for name in names}
         layers = dict.fromkeys(found[0] if found else name.rpartition(".")[0] for name, found in numbered.items())
         raise UserError(
-            f"--freeze-below {layer}: no layer of the model has this name and others before it; there are "
-            f"{', '.join(filter(None, layers))}, and those inside them"
+            f"--freeze-below {layer}: expected a layer with others before it; there are "
+            f"{', '.join(filter(None, layers))}, and their sublayers"
         )
     for parameter in list(model.parameters())[:first]:
         parameter.requires_grad_(False)
@@ -423,12 +427,12 @@ def load_matching(
         load_resized(reader, weights, source)
     if reader is model and not is_headless:
         if found := getattr(weights, "disorder", None):
-            raise UserError(f"{source}: {found[0]}; --allow-change data takes them as they are now")
+            raise UserError(f"{source}: {found[0]}; to continue anyway, give --allow-change data")
         return
     if classifier_init is None:
         raise UserError(
-            f"{source} holds a classifier of {theirs} classes and the images are of {num_classes}; --test-only needs "
-            "images of the classes that it was trained on"
+            f"{source} has a classifier for {theirs} classes, but the data has {num_classes}; --test-only needs data "
+            "with the classes that it was trained on"
         )
     if reader is not model:
         body = {name: tensor for name, tensor in reader.state_dict().items() if name not in own}
@@ -465,19 +469,20 @@ def load_resized(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
         found._metadata = getattr(weights, "_metadata", {})
     model.load_state_dict(found)
     if others := [name for name in others if name in found]:
-        more = f" and {len(others) - 1} like it" if others[1:] else ""
+        more = f" and {len(others) - 1} more" if others[1:] else ""
         sizes = f"{tuple(weights[others[0]].shape)} to {tuple(shapes[others[0]])}"
-        print(f"{source}: made for images of another size; resized {others[0]}{more} from {sizes}")
+        print(f"{source}: trained at another image size; resized {others[0]}{more} from {sizes}")
 
 
 def set_grad_checkpointing(model: nn.Module, name: str) -> None:
     """Let a model recompute its blocks' activations in the backward pass; UserError if it cannot do so exactly."""
     if not hasattr(model, "set_grad_checkpointing"):
         raise UserError(
-            f"--grad-checkpointing: {name} has no set_grad_checkpointing, unlike timm's models; leave it out"
+            f"--grad-checkpointing: {name} has no set_grad_checkpointing, unlike timm's models; remove "
+            "--grad-checkpointing"
         )
     if any("running_" in buffer for buffer, _ in model.named_buffers()):
-        raise UserError(f"--grad-checkpointing would move the running statistics of {name} twice a step; leave it out")
+        raise UserError(f"--grad-checkpointing would update the running statistics of {name} twice per step; remove it")
     with in_one_line(f"--grad-checkpointing: {name}"):
         model.set_grad_checkpointing(True)
 
@@ -502,8 +507,8 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     is_graphed = args.compile in ("reduce-overhead", "max-autotune") and torch.device(args.device).type == "cuda"
     if is_graphed and not args.test_only and args.num_shards > args.world_size:
         raise UserError(
-            f"--compile {args.compile} records CUDA graphs, which overwrite the gradients that accumulation keeps; "
-            "use --compile default, or as many processes as micro-batches"
+            f"--compile {args.compile} records CUDA graphs, which overwrite accumulated gradients; use --compile "
+            "default, or as many processes as micro-batches"
         )
     smallest = args.train_crop_size if args.train_crop_size_min is None else args.train_crop_size_min
     # Sizes of training crops, mostly 32 px apart; full and last batches of evaluation, by the model and its average.

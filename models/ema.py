@@ -73,7 +73,7 @@ def describe_ema(args: Any) -> str:
     decay = ema_decay(args)
     line = f"--model-ema: decay {decay:.6g} every {counted(args.model_ema_steps, 'step')}"
     if args.model_ema_adjust:
-        line += f", --model-ema-decay {args.model_ema_decay} adjusted to global batch and --epochs as in torchvision"
+        line += f", --model-ema-decay {args.model_ema_decay} adjusted for global batch and --epochs as in torchvision"
     is_copy = decay == 0 or args.lr_warmup_epochs >= args.epochs
     return f"{line}; the average is a copy of the weights" if is_copy else line
 

@@ -119,7 +119,7 @@ def class_weights(args: Any, dataset: Dataset) -> Tensor:
                 raise UserError(f"line {line}: the weight is {weight:g}; expected 0.000001 to 1,000,000")
             found[name] = weight
         if missing := [name for name in dataset.classes if name not in found]:
-            raise UserError(f"it lacks {counted(len(missing), 'class')}, such as {missing[0]}; give each a weight")
+            raise UserError(f"{counted(len(missing), 'class')} missing, such as {missing[0]}; give each class a weight")
     return torch.tensor([found[name] for name in dataset.classes], dtype=torch.float32, device=args.device)
 
 
@@ -175,8 +175,8 @@ def _check_loss(criterion: Any, output: Tensor, target: Tensor) -> None:
     is_loss = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point() and thrice.requires_grad
     if not is_loss or (loss and thrice.isclose(3 * loss)):
         found = f"{loss!r:.40}, and of three copies {thrice!r:.40}"
-        raise UserError(f"the loss is {found}; expected the mean of a batch, a 0-d tensor with a gradient")
+        raise UserError(f"the loss is {found}; expected the mean over the batch, a 0-d tensor with a gradient")
     if isinstance(criterion, nn.Module):
         is_trained = any(each.requires_grad for each in criterion.parameters())
         if is_trained or not all(map(torch.equal, criterion.buffers(), trial.buffers())):
-            raise UserError("parameters or buffers of a loss are not trained or saved; put what changes into the model")
+            raise UserError("a loss's parameters and buffers are not trained or saved; move them into the model")

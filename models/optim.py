@@ -220,7 +220,7 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
         if option in entry.options and value is not None:
             options[option.removeprefix("opt_")] = tuple(value) if isinstance(value, list) else value
         elif option != "momentum" and value is not None:  # torchvision's commands may give that one in vain
-            raise UserError(f"{BY_NAME[option].flag}: --opt {args.opt} has no such option; leave it out")
+            raise UserError(f"{BY_NAME[option].flag}: --opt {args.opt} has no such option; remove it")
     if entry.moments:
         # A fused kernel skips steps with overflows by itself, so the host need not wait to read them from the GPU. On
         # the CPU it would be slightly faster but round differently; foreach has the bits of a loop over parameters.
@@ -235,7 +235,7 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"--opt {args.opt} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
     if getattr(optimizer, "is_second_order", False):
-        raise UserError(f"--opt {args.opt} needs second derivatives, which are not computed here; use another")
+        raise UserError(f"--opt {args.opt} needs second derivatives, which are not supported; use another optimizer")
     if hasattr(optimizer, "deterministic"):
         optimizer.deterministic = True  # else timm's Kron draws other numbers on each rank
     return optimizer
@@ -257,7 +257,7 @@ def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
         for name, value in moments.items():
             like = torch.zeros(()) if name == "step" else parameter
             if not isinstance(value, Tensor) or (value.shape, value.dtype) != (like.shape, like.dtype):
-                raise UserError(f"{name} of parameter {number} is no tensor of {like.dtype} {tuple(like.shape)}")
+                raise UserError(f"{name} of parameter {number} is not a tensor of {like.dtype} {tuple(like.shape)}")
             if name == "step" and not 0 <= value < 1 << 53:
                 raise UserError(f"step of parameter {number} is {value.item()}, expected a number of steps")
 
@@ -294,7 +294,7 @@ class OptimizerState:
         sizes = [[len(group["params"]) for group in side["param_groups"]] for side in (state, own)]
         if sizes[0] != sizes[1]:
             raise UserError(
-                f"the checkpoint's optimizer has parameter groups of {sizes[0]} tensors and this run's of {sizes[1]}; "
+                f"the checkpoint's optimizer has parameter groups of {sizes[0]} tensors, this run's of {sizes[1]}; "
                 "resume with the same weight-decay options"
             )
         check_moments(self.optimizer, state)
@@ -327,7 +327,9 @@ def to_plain(value: Any) -> Any:
         return type(value)(map(to_plain, value))
     if getattr(value, "ndim", None) == 0:
         return value.item()
-    raise UserError(f"--opt: this optimizer keeps a {type(value).__name__}, which no checkpoint can hold; use another")
+    raise UserError(
+        f"--opt: this optimizer's state has a {type(value).__name__}, which cannot be saved; use another optimizer"
+    )
 
 
 def _as_saved(loaded: Any, saved: Any, parameter: Tensor) -> Any:
@@ -434,8 +436,8 @@ def check_schedule(args: Any) -> None:
     if args.lr_warmup_epochs + needed > args.epochs:
         room = max(args.epochs - args.lr_warmup_epochs, 0) or "nothing"
         raise UserError(
-            f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves {room} of --epochs {args.epochs}, and {name} needs "
-            f"{needed}; give fewer, or more --epochs"
+            f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves {room} of --epochs {args.epochs}, but {name} needs "
+            f"{needed}; give fewer warm-up epochs, or more --epochs"
         )
     if split_custom(args.lr_scheduler):
         with in_one_line(name):
@@ -444,15 +446,16 @@ def check_schedule(args: Any) -> None:
         if bad := [step for step, factor in enumerate(factors) if not 0 <= factor <= BY_NAME["lr"].at_most]:
             raise UserError(f"{name}: its factor in epoch {bad[0] / parts:g} is {factors[bad[0]]}; expected 0 or more")
         if factors != again:
-            raise UserError(f"{name}: its factors change when it is called again; expected a function of its arguments")
+            raise UserError(
+                f"{name}: a second call returns different factors; expected a function of its arguments alone"
+            )
     try:
         rates = [lr_at(args, epoch, args.lr) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
     except OverflowError:
         rates = [math.inf]
     if max(rates) > BY_NAME["lr"].at_most:
         raise UserError(
-            f"--lr-gamma {args.lr_gamma}: the learning rate grows beyond {BY_NAME['lr'].at_most:g} in "
-            f"--epochs {args.epochs}"
+            f"--lr-gamma {args.lr_gamma}: the learning rate exceeds {BY_NAME['lr'].at_most:g} in --epochs {args.epochs}"
         )
 
 

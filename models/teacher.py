@@ -91,10 +91,10 @@ def build_teacher(args: config.Resolved, classes: list[str]) -> nn.Module:
     weights = _load_teacher(args.teacher, source)
     name = weights.options.get("model")
     if name is None:
-        raise UserError(f"{source} does not say of which model it is; give a checkpoint, whose `args` do")
+        raise UserError(f"{source} does not name its model; give a checkpoint, whose `args` name it")
     is_custom = split_custom(name) is not None
     if is_custom and not is_same_model(name, args.model if args.model in args.trusted else ""):
-        raise UserError(f"{source} is of {name}, {WHY_TYPED}")
+        raise UserError(f"{source} is a model of {name}, {WHY_TYPED}")
     name = args.model if is_custom else name
     with in_one_line(source):
         given = {"val_crop_size": size, "val_resize_size": size}
@@ -103,16 +103,16 @@ def build_teacher(args: config.Resolved, classes: list[str]) -> nn.Module:
             num_classes = model(torch.zeros(2, own.in_chans, side, side)).shape[1]
     if num_classes != len(classes):
         raise UserError(
-            f"{source} scores {num_classes} classes and the images are of {len(classes)}; give a teacher of these"
+            f"{source} has {num_classes} classes, but the data has {len(classes)}; give a teacher with the same classes"
         )
     # Published weights may have other names for the same classes.
     is_named = Path(args.teacher).is_file() and weights.classes is not None
     if differences := compare_classes(weights.classes, classes) if is_named else find_disorder(weights.script, classes):
-        raise UserError(f"{source} is of other classes: {differences[0]}; give a teacher of these")
+        raise UserError(f"{source} has different classes: {differences[0]}; give a teacher with the same classes")
     print(f"{source}: {weights.kind}")
     if (own.mean, own.std) != (args.mean, args.std):
         words = (" ".join(map(str, values)) for values in (own.mean, own.std, [own.in_chans]))
-        text = "{} takes images of --mean {} --std {} --in-chans {}; give the student these"
+        text = "{} was trained with --mean {} --std {} --in-chans {}; give the student the same"
         raise UserError(text.format(source, *words))
     return model.eval().requires_grad_(False)
 
@@ -122,7 +122,7 @@ def _load_teacher(name: str, source: str) -> Weights:
     if name.startswith("timm/"):
         found = find_timm_config(name)
         if found is None or not found.hf_hub_id:
-            raise UserError(f"{source}: timm knows no weights of that name; give timm/NAME.TAG, or a checkpoint")
+            raise UserError(f"{source}: timm has no weights of that name; give timm/NAME.TAG, or a checkpoint")
         weights = load_weights(fetch_from_hub(f"{HUB}{found.hf_hub_id}", source), name=source)
         weights.options["model"] = name
         return weights

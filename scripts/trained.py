@@ -193,9 +193,9 @@ def build_trained(source: str, weights: Weights, model: str | None, given: Mappi
     if None not in (name, model) and not is_same_model(name, model):
         raise UserError(f"{source} holds {weights.kind}, and --model is {model}; leave --model out")
     if name is None and model is None:
-        raise UserError(f"{source} does not say of which model it is; give --model NAME")
+        raise UserError(f"{source} does not name its model; give --model NAME")
     if model is None and split_custom(name):
-        raise UserError(f"{source} is of {name}, {WHY_TYPED}")
+        raise UserError(f"{source} is a model of {name}, {WHY_TYPED}")
     built, args, origin = build_evaluated(source, model or name, weights, given, is_typed=model is not None)
     options = {**weights.options, **{option: getattr(args, option) for option in PREPROCESSING}}
     return Trained(built, args, weights.classes, weights.kind, options, origin, weights.script)

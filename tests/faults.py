@@ -189,7 +189,7 @@ FAULTS = {
             prepare=(trouble_saves, [number], code), argv=EACH_STEP, state="finished", says=(words, "still safe: "),
             saved=(6,),
         )
-        for code, words in [(errno.ENOSPC, "disk full ("), (errno.EFBIG, "no file so large")] for number in (1, 2)
+        for code, words in [(errno.ENOSPC, "disk full ("), (errno.EFBIG, "a file this large")] for number in (1, 2)
     },
     "a last save that fails": Fault(
         prepare=(trouble_saves, [8], errno.ENOSPC), argv=EACH_STEP, code=1, state="failed",
@@ -216,7 +216,7 @@ FAULTS = {
     ),
     "a rank that hangs": Fault(
         [(1, STEP, 2, "before", STOP)], world_size=2, argv=["--stall-timeout", "0.05"], code=1, state="failed",
-        says=("--stall-timeout", "images of the next: [", "train_one_epoch"),
+        says=("--stall-timeout", "images of the next step: [", "train_one_epoch"),
     ),
     **{
         f"a rank that is lost in {place} ({signal.Signals(number).name})": Fault(

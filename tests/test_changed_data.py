@@ -88,7 +88,7 @@ def test_class_names_are_kept_and_compared(run):
 
 
 def test_weights_of_another_number_of_classes_are_not_evaluated(run, tmp_path):
-    words = [f"--weights {run.checkpoint} holds a classifier of 3 classes and the images are of", "--test-only needs"]
+    words = [f"--weights {run.checkpoint} has a classifier for 3 classes, but the data has", "--test-only needs"]
     refused(run.evaluate("--weights", run.checkpoint, "--synthetic", 8), *words, "of 1000;")
     shutil.rmtree(run.images / "val" / "class2")
     refused(run.evaluate("--weights", run.checkpoint), *words, "of 2;")

@@ -87,13 +87,13 @@ def test_mean_and_deviation_are_by_default_those_of_timm():
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ("--in-chans 1 --mean 0.4 0.5 0.6", "--mean has 3 values, and --in-chans is 1"),
-    ("--std 0.5", "--std has 1 value, and --in-chans is 3"),
-    ("--in-chans 1 --auto-augment ra", "leave --auto-augment out"),
-    ("--in-chans 4 --auto-augment timm/rand-m7", "leave --auto-augment out"),
-    ("--in-chans 1 --color-jitter 0.4", "leave --color-jitter out"),
+    ("--in-chans 1 --mean 0.4 0.5 0.6", "--mean has 3 values, but --in-chans is 1"),
+    ("--std 0.5", "--std has 1 value, but --in-chans is 3"),
+    ("--in-chans 1 --auto-augment ra", "remove --auto-augment"),
+    ("--in-chans 4 --auto-augment timm/rand-m7", "remove --auto-augment"),
+    ("--in-chans 1 --color-jitter 0.4", "remove --color-jitter"),
     ("--in-chans 1 --model googlenet --weights IMAGENET1K_V1", "rescales the three channels"),
-    ("--in-chans 1 --model timm/tiny_test --model-kwargs in_chans=3", "another option sets that"),
+    ("--in-chans 1 --model timm/tiny_test --model-kwargs in_chans=3", "set by another option"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(words, message):
     with pytest.raises(UserError, match=re.escape(message)):
@@ -108,10 +108,10 @@ def test_first_layers_are_adapted_as_in_timm(tmp_path, capsys):
         for in_chans in MODES:
             args = resolved("--model", name, "--in-chans", str(in_chans))
             found = build_model(args, 1000, weights, "x").state_dict()
-            assert f"x: {first} of 3 channels is" in capsys.readouterr().out
+            assert f"x: {first} with 3 channels is" in capsys.readouterr().out
             assert torch.equal(found[first], adapt_input_conv(in_chans, weights[first].clone()))
             assert all(torch.equal(each, found[key]) for key, each in weights.items() if key != first)
-            with pytest.raises(UserError, match="x is for 3 channels, and --in-chans is"):
+            with pytest.raises(UserError, match="x is for 3 channels, but --in-chans is"):
                 build_model(args.replaced(test_only=True), 1000, weights, "x")
         back = build_model(resolved("--model", name), 1000, found, "x").state_dict()
         assert torch.equal(back[first], adapt_input_conv(3, found[first].clone(), base_chans=4))

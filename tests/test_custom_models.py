@@ -106,7 +106,7 @@ def test_they_reach_the_function_that_builds():
     [
         ("resnet18 --model-kwargs foo=1", "--model-kwargs foo=1: "),
         ("regnet_y_400mf --model-kwargs foo=1", "unexpected keyword argument 'foo'"),
-        ("resnet18 --model-kwargs weights=DEFAULT", "--model-kwargs weights: another option sets that"),
+        ("resnet18 --model-kwargs weights=DEFAULT", "--model-kwargs weights: set by another option"),
         ("timm/test_resnet --model-kwargs checkpoint_path=x", "--model-kwargs checkpoint_path: "),
         ("none.py:tiny", "no such file; give FILE.py:FUNCTION"),
         ("NET:tinny", "has no function tinny; did you mean tiny?"),
@@ -114,8 +114,8 @@ def test_they_reach_the_function_that_builds():
         ("NET:a_tuple", "to try it, is a tuple; expected float32 scores of (2, 3)"),
         ("NET:half", "Input type (float) and bias type (c10::Half) should be the same"),
         ("NET:lazy", "uninitialized parameter"),
-        ("NET:tiny --model-kwargs wide=8", "(num_classes, width=4, *, act='relu'), and is given"),
-        ("NET:tiny --stochastic-depth 0.1", "has none"),
+        ("NET:tiny --model-kwargs wide=8", "(num_classes, width=4, *, act='relu'), but is called with"),
+        ("NET:tiny --stochastic-depth 0.1", "does not support it"),
         ("HOME/missing.py:tiny", "line 2): ModuleNotFound"), ("HOME/broken.py:tiny", "line 2"),
     ],
 )  # fmt: skip

@@ -159,14 +159,14 @@ def test_a_teacher_that_cannot_be_used_is_one_line(taught, tmp_path):
 
     refuse("none.pth", "no such file")
     refuse("resnet5O", "did you mean resnet50")
-    refuse("timm/nothing", "timm knows no weights of that name")
-    refuse("bare.pth", "does not say of which model it is", timm.create_model("test_resnet").state_dict())
+    refuse("timm/nothing", "timm has no weights of that name")
+    refuse("bare.pth", "does not name its model", timm.create_model("test_resnet").state_dict())
     state = torch.load(taught.teacher, weights_only=True)
     refuse("swapped.pth", "class 1 is class2", {**state, "data": {"classes": ["class0", "class2", "class1"]}})
     refuse("code.pth", "the command line names it", {**state, "args": {"model": f"{REPOSITORY}/models/build.py:build"}})
     seven = {"model": timm.create_model("test_resnet", num_classes=7).state_dict(), "arch": "timm/test_resnet"}
-    refuse(str(taught.teacher), "of --mean 0.485 0.456 0.406", more=["--mean", "0.4", "0.4", "0.4"])
-    refuse("seven.pth", "scores 7 classes and the images are of 3", seven)
+    refuse(str(taught.teacher), "with --mean 0.485 0.456 0.406", more=["--mean", "0.4", "0.4", "0.4"])
+    refuse("seven.pth", "has 7 classes, but the data has 3", seven)
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=3, depth=1).state_dict()
     vit = {"model": vit, "args": {"model": "timm/vit_tiny_patch16_224", "model_kwargs": ["depth=1"]}}
     sizes = ["--epochs", "9", "--crop-ramp-epochs", "0", "4", "--train-crop-size", "160", "--train-crop-size-min"]

@@ -131,7 +131,7 @@ def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
     other = write_checkpoint(tmp_path, "other.pth", args={"model": "no_such_model"})
     for argv, words in [
         ([checkpoint, "--format", "onxx"], "onxx"),
-        ([other, "--format", "onnx"], "no_such_model is no classification model of torchvision"),
+        ([other, "--format", "onnx"], "no_such_model: not a torchvision classification model"),
     ]:
         outcome, _ = run_tool(tmp_path, "export", *argv, "--output", tmp_path / "out", code=2)
         assert words in refused(outcome, "export"), outcome.output
@@ -334,7 +334,7 @@ def test_mistakes_are_one_line(made, tmp_path):
         (checkpoint, [tmp_path / "gone.csv"], "gone.csv: no such file or folder"),
         (checkpoint, [tmp_path / "lost.csv"], f"lost.csv, line 2: {tmp_path}/lost.jpg is no file; the column path"),
         (checkpoint, [tmp_path / "wrong.csv"], "label 'e' is no class's name in the checkpoint; correct or"),
-        (tmp_path / "two.pth", [images], "holds a classifier of 4 classes and the images are of 2"),
+        (tmp_path / "two.pth", [images], "has a classifier for 4 classes, but the data has 2"),
         (checkpoint, [images, "--device", "meta"], "finds no such device on this machine; try --device cpu"),
         (graph, [images, "--ema", "--device", "cuda"], "leave out --ema and --device"),
         (tmp_path / "junk.onnx", [images], "junk.onnx cannot be opened"),

@@ -330,7 +330,7 @@ def test_an_own_data_set_that_reads_nothing_later_is_one_line_that_names_the_ima
     outcome = started.go_on(
         tmp_path, tmp_path / "out", "--data-path", f"{mine}:no_bytes_later", "--workers", num_workers
     )
-    refused(outcome, "cannot read image train/", "its read gives no bytes: TypeError", code=1)
+    refused(outcome, "cannot read image train/", "its source's read failed: TypeError", code=1)
 
 
 def test_a_resumed_window_of_other_metrics_begins_anew(started, mine, tmp_path):
@@ -391,17 +391,17 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--metrics {}:ones {}:twos", "its curve x has a name that is taken"),
     ("--metrics {}:two_sums", "batch_sums returns 2 sums, and its num_sums is 1; give num_sums"),
     ("--criterion {}:exits_later", "code of your own has raised SystemExit(0); let it raise an Exception"),
-    ("--criterion {}:complex_loss", "; expected the mean of a batch, a 0-d tensor with a gradient"),
+    ("--criterion {}:complex_loss", "; expected the mean over the batch, a 0-d tensor with a gradient"),
     ("--data-path {}:surrogates", "surrogates not allowed"),
     ("--opt {}.hides.py:sgd", "cannot be run (line 1): OSError: x"),
     ("--opt {}.exits.py:sgd", "cannot be run (line 2): SystemExit: 0"),
     ("--metrics {}:mean", "batch_sums of a batch twice over are not twice its own"),
     ("--criterion {}:summed", ", and of three copies tensor("),
-    ("--criterion {}:error_rate", "; expected the mean of a batch, a 0-d tensor with a gradient"),
-    ("--criterion {}:Moving", "parameters or buffers of a loss are not trained or saved"),
-    ("--criterion {}:trained", "parameters or buffers of a loss are not trained or saved"),
-    ("--lr-scheduler {}:drawn", "its factors change when it is called again"),
-    ("--auto-augment {}:forgetful", "other pixels by the same seed"),
+    ("--criterion {}:error_rate", "; expected the mean over the batch, a 0-d tensor with a gradient"),
+    ("--criterion {}:Moving", "a loss's parameters and buffers are not trained or saved"),
+    ("--criterion {}:trained", "a loss's parameters and buffers are not trained or saved"),
+    ("--lr-scheduler {}:drawn", "a second call returns different factors"),
+    ("--auto-augment {}:forgetful", "different pixels with the same seed"),
     ("--metrics {}:items", "batch_sums returns no list of tensors; leave .item() out"),
     ("--metrics {}:hard --mixup-alpha 0.2", "targets of shape (2, 3): The size of tensor a (2) must match"),
     ("--metrics {}:ungathered", "tuple index out of range"),
@@ -445,7 +445,7 @@ def test_draws_and_buffers_of_own_code_have_the_same_bits_on_any_ranks_and_after
 def test_ranks_whose_weights_differ_end_the_run_before_a_save(started, mine, tmp_path):
     argv = ["--opt", f"{mine}:apart", "--global-batch-size", 8, "--batch-size", 4]
     outcome = started.go_on(tmp_path, tmp_path / "out", *argv, world_size=2)
-    refused(outcome, "after step 1 ranks have other weights than rank 0: draw from", code=1)
+    refused(outcome, "after step 1 ranks have different weights than rank 0: use only", code=1)
     assert not list((tmp_path / "out").glob("*.pth"))
 
 
@@ -454,7 +454,7 @@ def test_a_model_that_assigns_new_buffers_is_refused_where_micro_batches_would_m
     argv += ["--global-batch-size", 8, "--batch-size"]
     started.go_on(tmp_path, tmp_path / "one", *argv, 8).check()
     outcome = started.go_on(tmp_path, tmp_path / "two", *argv, 4)
-    refused(outcome, "--model assigns a new buffer in training; change buffers in place", code=1)
+    refused(outcome, "--model replaces a buffer in training; update buffers in place", code=1)
 
 
 def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(started, tmp_path):

@@ -54,7 +54,7 @@ def test_images_are_image_folders_with_links_and_odd_names(folder, capsys):
     (folder / "a" / "circle").symlink_to(folder / "a" / "circle")
     (folder / "a" / "phone.heic").write_bytes(b"not read")
     theirs, ours = datasets.ImageFolder(folder), open_source(folder)
-    assert f"4 files not read, such as {folder}/a/circle, whose endings are not .jpg" in capsys.readouterr().out
+    assert f"4 files not read, such as {folder}/a/circle, whose extensions are not .jpg" in capsys.readouterr().out
     assert ours.classes == theirs.classes
     assert [(ours.path(number), ours.label(number)) for number in range(len(ours))] == theirs.samples
     assert [ours.read(number) for number in range(len(ours))] == [Path(path).read_bytes() for path, _ in theirs.samples]
@@ -62,7 +62,7 @@ def test_images_are_image_folders_with_links_and_odd_names(folder, capsys):
 
 def test_a_link_to_a_folder_above_is_refused(folder):
     (folder / "a" / "deep" / "up").symlink_to(folder / "a")
-    with pytest.raises(UserError, match="deep/up is a link to a folder that holds it"):
+    with pytest.raises(UserError, match="deep/up is a link to one of its own parent folders"):
         open_source(folder)
 
 
@@ -127,7 +127,7 @@ def test_every_format_gives_image_folders_images(folder, tmp_path, write, is_cac
     assert found.identity().keys() == {"form", "path", "sizes", "times", "checksums", "sample"}
     sample = " ".join(f"{number}:{len(content)}" for number, content in enumerate(contents))
     assert found.identity()["sample"] == sample
-    assert "is used, and not" not in capsys.readouterr().out
+    assert "is used, not" not in capsys.readouterr().out
 
 
 def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
@@ -270,14 +270,14 @@ BAD_TARS = {
     "garbage": (b"garbage" * 500, "truncated, damaged"),
     "gzipped": (gzip.compress(GOOD + END), "unpack it"),
     "cut in a header": (GOOD + GOOD[:100], "its end is missing"),
-    "cut in an image": (GOOD + member("a/2.jpg")[:516], "not whole"),
+    "cut in an image": (GOOD + member("a/2.jpg")[:516], "is incomplete"),
     "cut before its end": (GOOD + GOOD, "its end is missing"),
     "damaged in the middle": (GOOD + b"x" * 512 + GOOD + END, "its end is missing"),
     "class tar that is cut": (member("a.tar", content=GOOD) + END, "its end is missing"),
-    "class tar cut in an image": (member("a.tar", content=GOOD[:-506]) + END, "not whole"),
+    "class tar cut in an image": (member("a.tar", content=GOOD[:-506]) + END, "is incomplete"),
     "negative size": (GOOD + member("a/2.jpg", pax_headers={"size": "-4096"}) + END, "truncated, damaged"),
     "odd size": (GOOD + member("a/2.jpg", pax_headers={"size": "many"}) + END, "truncated, damaged"),
-    "huge size": (GOOD + member("a/2.jpg", pax_headers={"size": str(1 << 70)}) + END, "not whole"),
+    "huge size": (GOOD + member("a/2.jpg", pax_headers={"size": str(1 << 70)}) + END, "is incomplete"),
     "leads out": (member("../a/1.jpg") + END, "points outside"),
     "leads out in the middle": (member("a/../../1.jpg") + END, "points outside"),
     "absolute": (member("/etc/a/1.jpg") + END, "points outside"),
@@ -331,7 +331,7 @@ def test_an_incomplete_set_of_shards_or_pack_is_refused(folder, tmp_path):
         assert 0 < len(open_source(tmp_path / "train")) < len(whole)
     path.unlink()
     (tmp_path / "train-000000.tar").unlink()
-    with pytest.raises(UserError, match=r"train-000000\.tar is missing, but train-000001\.tar is there"):
+    with pytest.raises(UserError, match=r"train-000000\.tar is missing, but train-000001\.tar exists"):
         open_source(tmp_path / "train")
 
 
@@ -359,7 +359,9 @@ def test_a_file_that_would_fill_memory_or_is_no_file_is_not_read(tmp_path):
     os.mkfifo(folder / "2.jpg")
     (folder / "3.jpg").symlink_to("/dev/zero")
     for split in ("train", "val"):
-        with pytest.raises(BadImageError, match="it has 214,748,364,800 bytes; an image has at most 1,073,741,824"):
+        with pytest.raises(
+            BadImageError, match="it has 214,748,364,800 bytes; an image may have at most 1,073,741,824"
+        ):
             open_source(tmp_path / split).read(0)
     for number in (1, 2):
         with pytest.raises(OSError, match="is not a file"):
@@ -379,4 +381,4 @@ def test_what_is_missing_and_which_of_several_is_used_is_said(tmp_path, capsys):
     (tmp_path / "train" / "a" / "1.jpg").touch()
     pack_whole(tmp_path / "train", tmp_path)
     assert open_source(tmp_path / "train").form == "folder"
-    assert f"train is used, and not {tmp_path / 'train.tar'}" in capsys.readouterr().out
+    assert f"train is used, not {tmp_path / 'train.tar'}" in capsys.readouterr().out

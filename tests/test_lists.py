@@ -128,9 +128,9 @@ def edited(folder: Path, **changes) -> None:
 
 
 @pytest.mark.parametrize(("spoil", "message"), [
-    (lambda folder: edited(folder, path="train/nowhere.jpg"), "'train/nowhere.jpg' is no file; paths are relative to"),
-    (lambda folder: edited(folder, path="../x.jpg"), "leads upwards"),
-    (lambda folder: edited(folder, path="train/7"), "has none of the endings"),
+    (lambda folder: edited(folder, path="train/nowhere.jpg"), "'train/nowhere.jpg' is not a file; paths are relative"),
+    (lambda folder: edited(folder, path="../x.jpg"), "contains .."),
+    (lambda folder: edited(folder, path="train/7"), "has none of the extensions"),
     (lambda folder: edited(folder, label=""), "label is ''; expected one name or number"),
     (lambda folder: edited(folder, label="a/b"), "a class cannot be called 'a/b'"),
     (lambda folder: write_list(folder / "train.csv", [row | {"label": -1} for row in rows_of(folder, "train", folder)]),
@@ -142,15 +142,15 @@ def edited(folder: Path, **changes) -> None:
     (lambda folder: (folder / "train.csv").write_text("path,label\n"), "lists no images of train"),
     (lambda folder: (folder / "train.csv").write_text("path,label\na.jpg\n"), "line 2: 1 values for 2 columns"),
     (lambda folder: (folder / "train.csv").write_text('path,label\n"a.jpg,b\n'), "line 2: unexpected end of data"),
-    (lambda folder: (folder / "train.csv").write_bytes(b"path,label\n\xe4.jpg,cat\n"), "line 2: not in UTF-8"),
-    (lambda folder: (folder / "train.jsonl").write_text("{\n"), "line 1: no JSON"),
+    (lambda folder: (folder / "train.csv").write_bytes(b"path,label\n\xe4.jpg,cat\n"), "line 2: not UTF-8"),
+    (lambda folder: (folder / "train.jsonl").write_text("{\n"), "line 1: not JSON"),
     (lambda folder: (folder / "train.jsonl").write_text('{"path": "a.jpg", "label": ["a", "b"]}\n'),
      r"label is \['a', 'b'\]; expected one name or number"),
     (lambda folder: edited(folder) or (folder / "classes.txt").write_text("class0\n"), "classes.txt has no class"),
-    (lambda folder: edited(folder) or (folder / "classes.txt").write_text("a\na\n"), "names a twice"),
+    (lambda folder: edited(folder) or (folder / "classes.txt").write_text("a\na\n"), "lists a twice"),
     (lambda folder: edited(folder) or (folder / "classes.txt").write_text("\n"), "is empty"),
     (lambda folder: (folder / "images.csv").write_text("path,label,split\na.jpg,a,test\n"), "split 'test'; expected"),
-    (lambda folder: (folder / "train.csv").write_text("path,label,label\n"), "a column is there twice: path"),
+    (lambda folder: (folder / "train.csv").write_text("path,label,label\n"), "duplicate column: path"),
 ])  # fmt: skip
 def test_a_list_that_cannot_be_used_is_named_with_its_line(folder, spoil, message):
     spoil(folder)
@@ -213,18 +213,20 @@ def test_labels_that_are_all_numbers_are_in_their_order_and_a_line_says_where_fo
     found, theirs = open_source(tmp_path / "train"), datasets.ImageFolder(tmp_path / "plain")
     assert found.classes == (names if is_said else theirs.classes)
     assert [Path(found.path(number)).parent.name for number in range(12)] == found.classes
-    said = f"{tmp_path / 'train.csv'}: classes are in the order of numbers (2, 10), not of class folders (10, 2)"
+    said = f"{tmp_path / 'train.csv'}: classes are in numeric order (2, 10), unlike class folders (10, 2)"
     assert (said in capsys.readouterr().out) == is_said
 
 
 def test_data_in_another_layout_are_answered_with_what_helps(folder):
     photos = (folder / "train").rename(folder / "photos")
-    with pytest.raises(UserError, match="are its classes, put all of them into a folder train/"):
+    with pytest.raises(UserError, match="are the classes, move all of them into a folder train/"):
         open_source(photos / "train")
     with pytest.raises(UserError, match="is one split; give the folder that holds it"):
         open_source(folder / "val" / "train")
     (folder / "labels.csv").write_text("path,label\n")
-    with pytest.raises(UserError, match=r"if labels.csv lists the images, call it train.csv, with the columns path"):
+    with pytest.raises(
+        UserError, match=r"if labels.csv lists the images, rename it to train.csv, with the columns path"
+    ):
         open_source(folder / "train")
 
 

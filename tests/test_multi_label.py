@@ -113,7 +113,7 @@ def test_scores_without_an_order_have_no_precision_and_equal_infinite_ones_are_t
 
 
 @pytest.mark.parametrize(("label", "words"), [
-    (["tench, Tinca"], "label 'tench, Tinca' holds ','; give --multi-label another one"),
+    (["tench, Tinca"], "label 'tench, Tinca' contains ','; give --multi-label another separator"),
     ([None], "expected one name or number"), ([True], "expected one name or number"), ([["x"]], "expected one name"),
     ([1.5], "expected one name or number"),
 ])  # fmt: skip
@@ -169,7 +169,7 @@ def test_what_contradicts_several_labels_is_one_line(started, labelled, tmp_path
 
 def test_class_folders_and_lists_of_one_label_are_told_what_to_do(started, tmp_path, labelled):
     argv = [*started.argv, "--multi-label", "--bce-loss", "--output-dir", tmp_path / "out"]
-    refused(run_train(tmp_path, *argv), "--multi-label reads the labels of a list, such as ")
+    refused(run_train(tmp_path, *argv), "--multi-label needs a list of labels, such as ")
     (tmp_path / "photos").symlink_to(labelled / "photos")
     row = json.dumps({"path": "photos/1.png", "label": ["cat", "dog"]}) + "\n"
     for split in ("train", "val"):

@@ -299,7 +299,7 @@ DOORS = {
     "pack": Door(write=by_pack, change=(again, "data of"), bad=("--data-path {}/data/train", "val")),
     "pack over HTTP, cold and warm": Door(
         "--cache {}/cache", by_pack, path="URL", change=(again, "data of"),
-        bad=("--data-path URL/nowhere", "there is no such object"),
+        bad=("--data-path URL/nowhere", "no such object"),
     ),
     "several labels": Door(
         "--multi-label --bce-loss --class-weights balanced --mixup-alpha 0.2 --cutmix-alpha 1", of_several_labels,

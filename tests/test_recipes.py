@@ -265,7 +265,7 @@ def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
         ("--train-crop-size-min 160", "needs --crop-ramp-epochs"),
         ("--train-crop-size-min 160 --crop-ramp-epochs 9 3", "the first before the last"),
         ("--train-crop-size-min 300 --crop-ramp-epochs 1 3", "is above --train-crop-size"),
-        ("--stochastic-depth 0.1", "resnet50 has none"),
+        ("--stochastic-depth 0.1", "resnet50 does not support it"),
         ("--dropout 0.1", "has no dropout layer"),
         ("--minival 0.2 --minival-fold 5", "--minival-fold 5 of --minival 0.2: expected 0 to 4"),
         ("--world-size 2", "no launcher has set RANK"),

@@ -97,13 +97,13 @@ def test_a_hundred_faults_change_no_byte(server, packed, tmp_path):
     assert {fault for _, _, fault in server.requests} >= set(FAULTS)
 
 
-LATER = "(tried for 0.3 s); --resume auto goes on"
+LATER = "(tried for 0.3 s); --resume auto continues"
 
 
 @pytest.mark.parametrize(("always", "words"), [
-    ("404", "404 Not Found: there is no such object or bucket"), ("403", "the credentials do not allow it"),
-    ("401", "give credentials"), ("410", "the server refuses"), ("503", LATER), ("cut", LATER), ("silent", LATER),
-    ("302", "302 Found to https://elsewhere/x, which is not followed: the server refuses to send it"), ("wrong", ""),
+    ("404", "404 Not Found: no such object or bucket"), ("403", "the credentials do not allow it"),
+    ("401", "provide credentials"), ("410", "the server refused"), ("503", LATER), ("cut", LATER), ("silent", LATER),
+    ("302", "302 Found to https://elsewhere/x, which is not followed: the server refused the request"), ("wrong", ""),
 ])  # fmt: skip
 def test_what_cannot_be_had_is_one_line_that_names_the_object(server, tmp_path, always, words):
     ours, server.always = open_pack(server, tmp_path, timeout_s=0.3), always
@@ -113,7 +113,7 @@ def test_what_cannot_be_had_is_one_line_that_names_the_object(server, tmp_path, 
     ]:
         with pytest.raises(error) as caught:
             read()
-        of_content = "is no index of this version" if error is UserError else "not the CRC-32 of the index"
+        of_content = "is no index of this version" if error is UserError else "CRC-32 differs from the index"
         assert (words or of_content) in str(caught.value)
         assert f"{server.url}/{file}" in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -127,7 +127,7 @@ def test_expected_images_are_fetched_once_and_errors_come_with_the_image(server,
     assert sum(asked is not None for _, asked, _ in server.requests) == 29
     server.always = "404"
     ours.expect([3, 4])
-    with pytest.raises(ImageError, match="there is no such object"):
+    with pytest.raises(ImageError, match="no such object"):
         ours.read(3)
     server.always = None
     assert ours.read(3) == local_bytes(packed)[3]
@@ -138,7 +138,7 @@ def test_a_server_that_dribbles_or_asks_for_a_long_wait_is_no_hang(server, packe
     server.faults, server.retry_after = ["503"], "61"
     assert ours.read(3) == local_bytes(packed)[3]  # a last try when the time is over
     server.always = "dribble"
-    with pytest.raises(ImageError, match=r"only \d+ bytes came in"):
+    with pytest.raises(ImageError, match=r"only \d+ bytes received in"):
         ours.read(3)
 
 
@@ -170,7 +170,7 @@ def test_a_signal_ends_the_wait_of_an_outage_and_the_run_counts_as_preempted(ser
     process.terminate()
     output, _ = process.communicate(timeout=100)  # and not the ten minutes of --io-timeout
     assert process.returncode == 1, output
-    assert "(asked to stop meanwhile); --resume auto goes on" in output
+    assert "(interrupted); --resume auto continues" in output
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["requeue"]) == ("preempted", True)
 
@@ -189,9 +189,9 @@ def test_an_object_that_changed_and_a_server_without_ranges_are_refused(server, 
 @pytest.mark.parametrize(("url", "words"), [
     ("https://me:secret@host/pack", "https://host...: remove user, password and everything"),
     ("https://host/pack?sig=secret", "https://host...: remove user"), ("ftp://host/pack", "expected https://, http://"),
-    ("s3://", "a host, and a path"), ("http://host:abc/p", "it is no address"), ("http://a..b/p", "it is no address"),
-    ("http://me:secret@[::1/p", "http://...: it is no address"), ("https://me:secret@h:99999/p", "https://...: it is"),
-    ("http://me:secr/et@h/p", "http://...: it is no address"), ("ftp://me:secret@h/p", "ftp://h...: remove user"),
+    ("s3://", "a host, and a path"), ("http://host:abc/p", "not a valid URL"), ("http://a..b/p", "not a valid URL"),
+    ("http://me:secret@[::1/p", "http://...: not a valid URL"), ("https://me:secret@h:99999/p", "https://...: not"),
+    ("http://me:secr/et@h/p", "http://...: not a valid URL"), ("ftp://me:secret@h/p", "ftp://h...: remove user"),
     ("https://me:secret@/p", "https://...: remove user"), ("https://@/p", "https://...: expected https://"),
     ("http://a b/p", "a host, and a path"),
 ])  # fmt: skip
@@ -282,7 +282,7 @@ def test_no_link_in_a_cache_is_followed(server, tmp_path, name):
     (data.parent / name).symlink_to(victim if name else victim.parent)
     assert filler_of(server, tmp_path).wait(60) == 0
     if name != "filling":
-        with pytest.raises(UserError, match=f"{name} is a link or no file" if name else "Not a directory"):
+        with pytest.raises(UserError, match=f"{name} is a link or not a file" if name else "Not a directory"):
             open_pack(server, tmp_path)
     assert victim.read_bytes() == b"mine"
 
@@ -294,7 +294,7 @@ def test_a_cache_that_others_can_write_to_is_refused(server, tmp_path, owner, mo
     folder = open_pack(server, tmp_path).cache.folder
     folder.chmod(mode)
     os.chown(folder, owner, -1)
-    with pytest.raises(UserError, match="others own it, or may write to it; give a folder of your own"):
+    with pytest.raises(UserError, match="another user owns it or may write to it; give a folder of your own"):
         open_pack(server, tmp_path)
 
 
@@ -347,7 +347,7 @@ def test_a_full_disk_ends_the_cache_and_not_the_run(server, packed, tmp_path, mo
 
     monkeypatch.setattr(os, "pwrite", fail)
     assert [ours.read(n) for n in range(29)] == local_bytes(packed)
-    assert capsys.readouterr().err.count("No space left on device; nothing more is kept") == 1
+    assert capsys.readouterr().err.count("No space left on device; no more images are cached") == 1
 
 
 def filler_of(server, tmp_path):
@@ -372,7 +372,7 @@ def test_the_filler_ends_with_a_line_where_the_disk_fails(server, tmp_path):
     options = json.dumps({"url": server.url, "splits": ["train"], "cache": str(tmp_path / "cache")})
     command = [sys.executable, "-c", f"{script}; f.main()", options]
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr.read() == "filling the cache has ended: [Errno 5] Input/output error\n"
+        assert process.stderr.read() == "filling the cache stopped: [Errno 5] Input/output error\n"
 
 
 def test_the_filler_does_without_torch():
@@ -446,7 +446,7 @@ needs_seaweed = pytest.mark.skipif(
 @needs_nginx
 def test_nginx_over_tls_with_a_certificate_of_ones_own(packed, tmp_path, monkeypatch):
     with nginx(packed, tmp_path) as (url, certificate):
-        with pytest.raises(UserError, match="SSL_CERT_FILE=FILE trusts those in it"):
+        with pytest.raises(UserError, match="set SSL_CERT_FILE=FILE to trust others"):
             remote.RemotePack(url, "train", str(tmp_path / "cache"), timeout_s=0.3)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         ours = remote.RemotePack(url, "train", str(tmp_path / "cache"), 0.0)
@@ -492,7 +492,7 @@ def test_a_bucket_of_seaweedfs_gives_the_same_bits_and_no_file_holds_the_key(
         assert not [text for text in [*texts, output.encode()] if b"planted" in text]
         code, output = run_plainly("train", *argv, *away, "--overwrite", "--data-path", "s3://photos/nothing")
         assert code == 2
-        assert "there is no such object or bucket; is it a pack that scripts.pack wrote" in output
+        assert "no such object or bucket; is it a pack that scripts.pack wrote" in output
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "planted-wrong")
         code, output = run_plainly("train", *argv, *away, "--overwrite", "--data-path", "s3://photos/in")
         assert code == 2
@@ -522,5 +522,5 @@ def test_headers_that_do_not_end_are_no_hang(tmp_path, line):
                         return
 
         threading.Thread(target=dribble, daemon=True).start()
-        with pytest.raises(UserError, match=r"only [\d,]+ bytes came in"):
+        with pytest.raises(UserError, match=r"only [\d,]+ bytes received in"):
             remote.RemotePack(f"http://127.0.0.1:{listener.getsockname()[1]}", "train", str(tmp_path), timeout_s=0.5)

@@ -83,9 +83,9 @@ GOOD = {"1.jpg": "", "1.cls": "0"}
 BAD = {
     "an image without a label": ({**GOOD, "2.jpg": ""}, "holds '2.jpg' without a label"),
     "a label without an image": ({**GOOD, "2.gif": "", "2.cls": "1"}, "'2.cls': there are 1 such .* 0 images"),
-    "two images of a key": ({**GOOD, "1.mask.png": ""}, "'1.cls': there are 1 such labels and 2 images of this key"),
+    "two images of a key": ({**GOOD, "1.mask.png": ""}, "'1.cls': there are 1 such labels and 2 images with this key"),
     "two labels of a key": ({**GOOD, "1.CLS": "1"}, "'1.cls': there are 2 such labels"),
-    "a key in two folders": ({**GOOD, "val/1.jpg": ""}, "2 images of this key"),
+    "a key in two folders": ({**GOOD, "val/1.jpg": ""}, "2 images with this key"),
     "a fact of an image without a label": ({**GOOD, "2.jpg": "", "2.fine.cls": "1"}, "holds '2.jpg' without a label"),
     "an image that is not there": ({"a/1.jpg": "", "a/2.cls": "0"}, "'a/2.cls': there are 1 such .* 0 images"),
     "labels in some folders": ({"a/1.jpg": "", "a/1.json": '{"label": 0}', "b/1.jpg": "", "b/1.json": "{}"},
@@ -131,7 +131,7 @@ def test_json_without_a_label_leaves_the_class_to_folder_or_tar_and_a_line_says_
     for split, where in (("train", "train.tar, 'ant/1.json'"), ("val", "val/ant.tar, 'ant/1.json'")):
         found = open_source(tmp_path / split)
         assert (found.classes, found.labels.tolist()) == (["ant", "bee"], [0, 0, 0, 1, 1, 1])
-        assert f"{where} and files like it hold no label: the class is the folder" in capsys.readouterr().out
+        assert f"{where} and files like it hold no label: the folder" in capsys.readouterr().out
 
 
 def test_one_class_is_trained_on_with_a_line(tmp_path):
@@ -139,12 +139,12 @@ def test_one_class_is_trained_on_with_a_line(tmp_path):
         members = {"1.jpg": jpeg(1), "1.cls": b"0", "2.jpg": jpeg(2), "2.cls": b"0"}
         (tmp_path / f"{split}-000000.tar").write_bytes(tar_of(members))
     argv = ["--data-path", tmp_path, *SMALL, "--batch-size", 2, "--epochs", 1, "--output-dir", tmp_path / "out"]
-    assert "there is one class, 0: every image counts as a hit" in run_train(tmp_path, *argv).check().output
+    assert "there is only one class, 0: accuracy is 100 %" in run_train(tmp_path, *argv).check().output
 
 
 def test_a_set_with_a_hole_is_refused_and_a_tar_with_a_year_in_its_name_is_no_shard(tmp_path):
     write_both(tmp_path, ["a"], ".cls", ["x-train-0.tar", "x-train-2.tar", "train-2024.tar"])
-    with pytest.raises(UserError, match=r"x-train-1.tar is missing, but x-train-2.tar is there"):
+    with pytest.raises(UserError, match=r"x-train-1.tar is missing, but x-train-2.tar exists"):
         open_source(tmp_path / "train")
     (tmp_path / "x-train-2.tar").unlink()
     assert open_source(tmp_path / "train").where == str(tmp_path / "x-train-0.tar")

@@ -309,9 +309,9 @@ def test_no_link_in_the_output_folder_is_written_through(started, tmp_path, name
     outcome = started.go_on(tmp_path, out, "--resume", "auto")
     assert victim.read_text() == "mine"
     if names == [".lock"]:
-        refused(outcome, f".lock is a link or no file in {out}")
+        refused(outcome, f".lock is a link or not a file in {out}")
     else:
-        assert "log.txt is a link or no file; training continues" in outcome.check().output
+        assert "log.txt is a link or not a file; training continues" in outcome.check().output
 
 
 # Bits

@@ -112,7 +112,7 @@ def test_balanced_accuracy_and_f1_are_scikit_learns():
 
 def test_a_line_names_a_class_of_few_images(started, uneven_folder, tmp_path):
     argv = [*started.argv, "--data-path", uneven_folder, "--epochs", 1, "--output-dir", tmp_path / "out"]
-    line = "the classes are uneven: class3 has 1 image, the median class 25; see --balanced-sampler"
+    line = "the classes are imbalanced: class3 has 1 image, the median class 25; see --balanced-sampler"
     assert line in run_train(tmp_path, *argv).check().output
     more = ["--balanced-sampler", "--metrics", "balanced_acc", "f1", "--best-metric", "balanced_acc", "--overwrite"]
     output = run_train(tmp_path, *argv, *more).check().output
@@ -121,7 +121,7 @@ def test_a_line_names_a_class_of_few_images(started, uneven_folder, tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "words"), [
-    ("class0,1\nclass1,2\nclass2,3\n", "lacks 1 class, such as class3; give each a weight"),
+    ("class0,1\nclass1,2\nclass2,3\n", "1 class missing, such as class3; give each class a weight"),
     ("class0,1\nclas1,2\n", "line 3: clas1 is no class; did you mean class1"),
     ("class0,1\nclass0,2\n", "line 3: class0 is listed twice"), ("class0,0\n", "line 2: the weight is 0; expected"),
     ("class0,1e-50\n", "line 2: the weight is 1e-50; expected"),

@@ -306,7 +306,7 @@ def test_a_checkpoint_of_timms_script_is_of_timms_model(timms):
         open_trained(str(timms.path), model="resnet18")
     # Without its options timm's saver writes the name of the class.
     CheckpointSaver(timms.model, torch.optim.SGD(timms.model.parameters()))._save(timms.path, 0)
-    with pytest.raises(UserError, match="does not say of which model it is; give --model NAME"):
+    with pytest.raises(UserError, match="does not name its model; give --model NAME"):
         open_trained(str(timms.path))
 
 
@@ -375,7 +375,7 @@ def test_positions_are_resized_as_torchvision_and_timm_do(name, build, size, kwa
             expected = resize(key, sign * weights[key], value.shape) if key in resized else sign * weights[key]
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-6 if key in resized else 0)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": made for images of another size; resized ")[0] for line in lines] == [
+    assert [line.split(": trained at another image size; resized ")[0] for line in lines] == [
         "--weights w.pth", "--resume c.pth", "the average of --resume c.pth",
     ]  # fmt: skip
     assert f"resized {resized[0]}" in lines[0]
