@@ -37,7 +37,7 @@ def read_checkpoint(path: Path, name: str) -> Found:
             check_size(file, name)
             end = read_at(file, max(os.fstat(file.fileno()).st_size - 22, 0), 22)  # a zip archive's last record
             if not end.startswith(b"PK\5\6"):
-                raise UserError(f"{name} is damaged or no checkpoint (it lacks the end of an archive of torch.save)")
+                raise UserError(f"{name} is damaged or no checkpoint (it lacks the end of a torch.save archive)")
             return file.read()
 
     try:
@@ -69,7 +69,7 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
             if begin == b"PK\3\4":
                 check_archive(stream, name)
             elif begin[:2] != b"\x80\2":
-                raise ValueError("not an archive of torch.save" if begin else "it is empty")
+                raise ValueError("not a torch.save archive" if begin else "it is empty")
             stream.seek(0)
             content = torch.load(stream, map_location="cpu", weights_only=True)
         except (UserError, MemoryError):
@@ -112,7 +112,7 @@ def check_archive(file: Any, name: str) -> None:
         gaps = size - sum(record.compress_size for record in records)
         is_stored = all(record.compress_type == 0 and record.compress_size == record.file_size for record in records)
         if not is_stored or len(names) < len(records) or len(roots) != 1 or not 0 < gaps <= 8192 * (len(records) + 1):
-            raise UserError(f"{name} is damaged or no checkpoint (its records are not laid out as torch.save does it)")
+            raise UserError(f"{name} is damaged or no checkpoint (its records are not laid out as by torch.save)")
         if any(each.filename.endswith("/data.pkl") and each.file_size > MOST_PICKLE_BYTES for each in records):
             raise UserError(f"{name} is no checkpoint: its pickle is larger than {MOST_PICKLE_BYTES >> 20} MiB")
         bad = find_bad_record(archive)
@@ -138,9 +138,9 @@ def _explain(name: str, error: Exception) -> str:
         )
     if found and found[1].startswith("numpy."):
         return (
-            f"{name} contains numbers of numpy ({found[1]}), which only code reads; save float(x) or x.tolist() instead"
+            f"{name} contains numpy objects ({found[1]}), which need code to load; save float(x) or x.tolist() instead"
         )
     if found:
-        return f"{name} contains code ({found[1]}) and was refused; nothing in it was run. A state_dict() is read"
+        return f"{name} contains code ({found[1]}) and was refused; nothing in it was run; give a plain state_dict()"
     reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
     return f"{name} is damaged or no checkpoint ({reason[:160]}; nothing in it was run)"

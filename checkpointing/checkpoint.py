@@ -79,7 +79,7 @@ class RunState:
         # A requeued job repeats its command, which is no contradiction.
         is_complete = self.steps == self.steps_per_epoch  # and perhaps not to be evaluated
         if start_epoch not in (None, next_epoch, self.epoch + is_complete, state["args"]["start_epoch"]):
-            raise UserError(f"--start-epoch {start_epoch}, but the checkpoint is at {next_epoch}; leave it out")
+            raise UserError(f"--start-epoch {start_epoch}, but the checkpoint is at {next_epoch}; remove --start-epoch")
         if self.epoch >= epochs:
             raise UserError(
                 f"--epochs {epochs}, but the checkpoint is in epoch {self.epoch} (from 0); give more epochs"
@@ -110,11 +110,11 @@ class RunState:
                 with in_one_line(f"the checkpoint's {name} does not fit this run's"):
                     part.load_state_dict(state[name])
             else:
-                print(f"the checkpoint holds no {name}, which starts from its initial state")
+                print(f"the checkpoint has no {name}, which starts from its initial state")
                 if name == "model_ema":
                     part.restart(self.parts["model"])
         for name in {"model_ema", "scaler"} & state.keys() - self.parts.keys():
-            print(f"the checkpoint's {name} is left out: this run has none")
+            print(f"the checkpoint's {name} is ignored: this run has none")
         position = state["position"]
         self.epoch, self.steps, self.is_evaluated = position["epoch"], position["steps"], position["is_evaluated"]
         self.bests = {name: state[name] for name in self.bests}

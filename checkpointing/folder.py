@@ -103,7 +103,7 @@ class CheckpointFolder:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-                print(f"{self.folder}: this file system has no locks; make sure that no other run writes there")
+                print(f"{self.folder}: this file system has no locks; make sure that no other run writes to it")
                 return
         job = read_launch().job
         me = f"host {socket.gethostname()}, pid {os.getpid()}, {f'Slurm job {job}, ' if job else ''}"
@@ -148,7 +148,7 @@ class CheckpointFolder:
                 reasons.append("more")
             raise UserError(
                 f"{counted(len(unusable), 'checkpoint')} in {self.folder}, none usable: "
-                f"{'; '.join(reasons) or 'all set aside'}. Not starting over: use --overwrite to begin again",
+                f"{'; '.join(reasons) or 'all set aside'}. Not starting over: to do so, give --overwrite",
                 exit_code=4,
             )
         return None
@@ -164,10 +164,10 @@ class CheckpointFolder:
         """Raise UserError unless the options say whether to resume or to remove a run in the folder."""
         is_here = bool(resume) and not self._is_elsewhere(resume)
         if overwrite and is_here:
-            raise UserError(f"--overwrite would remove {resume} itself, which --resume is to read; give one of them")
+            raise UserError(f"--overwrite would remove {resume}, which --resume needs; give only one of them")
         if not overwrite and not is_here and self._holds_other_run(resume):
             raise UserError(
-                f"--output-dir {self.folder} holds a run already; give --resume auto to resume it, --overwrite to "
+                f"--output-dir {self.folder} already holds a run; give --resume auto to resume it, --overwrite to "
                 "remove it, or another folder"
             )
 
@@ -302,8 +302,8 @@ class CheckpointFolder:
             if why is None:
                 raise
             if is_written:
-                return f"{path.name} was saved, but not given its other names: {why}"
-            return f"{path.name} was not saved: {why}; still safe: {self._name_newest()}"
+                return f"{path.name} was saved, but could not be linked under its other names: {why}"
+            return f"{path.name} was not saved: {why}; still available: {self._name_newest()}"
         self._delete_old()
         return None
 
@@ -398,4 +398,4 @@ def _verify_archive(path: Path) -> None:
     except zipfile.BadZipFile as error:
         bad = str(error)
     if bad is not None:
-        raise OSError(f"{path.name} does not read back as it was written ({bad})")
+        raise OSError(f"{path.name} differs from what was written when read back ({bad})")

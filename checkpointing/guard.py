@@ -142,7 +142,9 @@ def check_options(state: dict, args: Any) -> None:
     names = [name for name in here if name in there and name not in ("threads", "world_size")]
     versions = [_difference(name, there[name], here[name]) for name in names if there[name] != here[name]]
     versions += [shown[name] for name in differing if name == "device"]
-    _print_joined("versions that changed: ", versions, "; equal bits are not promised" if is_deterministic else "")
+    _print_joined(
+        "versions that changed: ", versions, "; bit-identical results are not guaranteed" if is_deterministic else ""
+    )
 
 
 def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more: dict[str, Any] | None = None) -> None:
@@ -160,7 +162,7 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
     source = f"the checkpoint of --resume {args.resume} holds"
     if not is_same_model(state["args"]["model"], args.model):
         raise UserError(
-            f"{source} a {state['args']['model']}, but --model is {args.model}; give that one, or another file"
+            f"{source} a {state['args']['model']}, but --model is {args.model}; give that model, or another file"
         )
     if theirs["num_classes"] != num_classes:
         place = args.data_path if args.synthetic is None else f"--synthetic {args.synthetic}"
@@ -171,8 +173,9 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
     if train is not None:
         if theirs["num_images"] != len(train):
             raise UserError(
-                f"cannot resume (--resume {args.resume}): {_difference('num_images', theirs['num_images'], len(train))}"
-                "; a position is counted in steps of all images, so this cannot be changed"
+                f"cannot resume (--resume {args.resume}): "
+                f"{_difference('num_images', theirs['num_images'], len(train))}; the saved position counts steps over "
+                "all images, so this cannot be changed"
             )
         refused += _compare_sets("train", theirs, _describe_set(train), notes)
     part = state["args"].get("minival"), state["args"].get("minival_fold", 0)
@@ -192,7 +195,7 @@ def _check_ranks(name: str, dataset: Any | None) -> None:
         first, *others = collectives.gather_plain(_describe_set(dataset))
         for rank, theirs in enumerate(others, 1):
             if differences := _compare_sets(name, first, theirs, []):
-                raise UserError(f"rank {rank} reads other images than rank 0: {differences[0]}")
+                raise UserError(f"rank {rank} reads different images than rank 0: {differences[0]}")
 
 
 def check_classes(weights: Any, args: Any, val: Any) -> None:
@@ -204,12 +207,12 @@ def check_classes(weights: Any, args: Any, val: Any) -> None:
     weights.disorder = [] if is_sure else find_disorder(weights.script, val.classes)
     if weights.classes is None or len(weights.classes) != len(val.classes):
         return
-    refusal = f"--weights {args.weights} is of other classes"
+    refusal = f"--weights {args.weights} has different classes"
     differences = compare_classes(weights.classes, val.classes, refusal)
     if differences and args.test_only:
         _refuse_data(args, refusal, differences)
     elif differences:
-        print(f"--weights {args.weights}: {differences[0]}; training continues from its classifier for these")
+        print(f"--weights {args.weights}: {differences[0]}; training starts from its classifier anyway")
 
 
 def _refuse_data(args: Any, refusal: str, differences: list[str]) -> None:
@@ -229,9 +232,9 @@ def compare_classes(theirs: list[str], ours: list[str], refusal: str = "") -> li
         return []
     first = _difference(f"class {labels[0]} is", one_line(theirs[labels[0]]), one_line(ours[labels[0]]))
     if refusal and {*theirs} == {*ours}:
-        advice = "a list with classes.txt keeps an order (docs/data.md#changed-data)"
+        advice = "a list with classes.txt can keep the order (docs/data.md#changed-data)"
         raise UserError(f"{refusal}: the same classes are in another order: {first}; {advice}")
-    return [f"{len(labels)} of {len(ours)} classes have other names: {first}"]
+    return [f"{len(labels)} of {len(ours)} classes have different names: {first}"]
 
 
 def find_disorder(script: str, classes: list[str]) -> list[str]:
@@ -241,7 +244,9 @@ def find_disorder(script: str, classes: list[str]) -> list[str]:
     """
     timms = sorted(classes, key=lambda name: [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", name.lower())])
     found = [] if script in ("", "torchvision", "pytorch-examples") else compare_classes(timms, classes)
-    return [f"it names no classes; in timm's order {each}; rename them in its order: 0-NAME ..." for each in found]
+    return [
+        f"it names no classes; in timm's order {each}; rename the folders in that order: 0-NAME ..." for each in found
+    ]
 
 
 def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list[str]:
@@ -250,18 +255,18 @@ def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list
     Names, labels and a sample of sizes can be compared across forms and paths, all sizes and checksums within a form,
     times within a path.
     """
-    meanings = {"num_images": "there are more or fewer images", "fingerprint": "files have other names or labels"}
+    meanings = {"num_images": "the number of images differs", "fingerprint": "files have different names or labels"}
     is_same_form = theirs["form"] == ours["form"]
     if is_same_form:
-        meanings |= {"sizes": "images have other sizes", "checksums": "it is another pack"}
+        meanings |= {"sizes": "images have different sizes", "checksums": "it is a different pack"}
     # Sizes and checksums are not always known.
     differing = [key for key in meanings if theirs[key] != ours[key] and None not in (theirs[key], ours[key])]
     known, found = ({*str(each.get("sample") or "").split()} for each in (theirs, ours))
     # A few may differ: damaged files are replaced by good ones.
     if not differing and 2 * len(known & found) < min(len(known), len(found)):
-        return [f"data of {name}: most of {len(found)} images that were compared have other sizes (scripts.pack?)"]
+        return [f"data of {name}: most of {len(found)} compared images have different sizes (scripts.pack?)"]
     if not differing and is_same_form and theirs["path"] == ours["path"] and theirs["times"] != ours["times"]:
-        notes.append(f"data of {name}: {ours['path']} has changed since the checkpoint, but no name in it")
+        notes.append(f"data of {name}: {ours['path']} has changed since the checkpoint, but no file name in it")
     return [f"{_difference(f'data of {name}: {key}', theirs[key], ours[key])}: {meanings[key]}" for key in differing]
 
 
@@ -323,9 +328,7 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
     if fixed:
         parts.insert(len(fixed), f"{_dashed(fixed).replace(',', ', ')} cannot be changed: give the checkpoint's")
     if changeable:
-        parts.append(
-            f"these change the numbers of the run; to continue anyway, give --allow-change {_dashed(changeable)}"
-        )
+        parts.append(f"these change the run's results; to continue anyway, give --allow-change {_dashed(changeable)}")
     begin, has_lines = f"cannot resume (--resume {args.resume}):", len(differing) > 3
     message = "\n  ".join([begin, *parts]) if has_lines else f"{begin} {'; '.join(parts)}"
     return UserError(message, has_lines=has_lines)
@@ -333,16 +336,14 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
     if name == "code":
-        files = []
-        for file in _changed_files(theirs, ours):
-            option, _, module = file.partition(" ")
-            files.append(f"--{_dashed([option])}" + (f" ({module})" if module else ""))
-        return f"the file of {', '.join(files)} has another content than the checkpoint's"
+        names = [name.partition(" ") for name in _changed_files(theirs, ours)]
+        changed = ", ".join(f"--{_dashed([option])}{f' ({module})' * bool(module)}" for option, _, module in names)
+        return f"the file of {changed} has changed since the checkpoint"
     notes = {
         "threads": " (CPU threads: OMP_NUM_THREADS)",
-        "weights": " (not read: the checkpoint has the run's own)",
-        "world_size": " (the same samples and augmentation; sums may be rounded otherwise without "
-        "--use-deterministic-algorithms)",
+        "weights": " (ignored: the checkpoint has the run's own weights)",
+        "world_size": " (the same samples and augmentation; without --use-deterministic-algorithms sums may round "
+        "differently)",
     }
     return f"{_dashed([name])} {theirs} in the checkpoint, {ours} now{notes.get(name, '')}"
 

@@ -94,22 +94,22 @@ def check_schema(state: dict, name: str) -> dict:
     missing = sorted(fields - state.keys())
     if missing:
         raise UserError(
-            f"{name} is no checkpoint of this script: it lacks {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}; "
-            "to start from the weights that it holds, pass it to --weights"
+            f"{name} is no checkpoint of this script: it lacks "
+            f"{', '.join(missing[:4])}{', ...' * (len(missing) > 4)}; to start from its weights, pass it to --weights"
         )
     foreign = next((value for value in unfold(state, name) if not _is_plain(value)), None)
-    reason = None if foreign is None else f"it holds a {type(foreign).__name__}, which is no plain data of this script"
+    reason = None if foreign is None else f"it holds a {type(foreign).__name__}, which this script never saves"
     if reason is None and type(state["format"]) is int and state["format"] != FORMAT:
         raise StorageError(
-            f"{name} has format {state['format']} and this script reads {FORMAT}; use the version that wrote it",
+            f"{name} has format {state['format']}, but this version reads {FORMAT}; use the version that wrote it",
             exit_code=2,
         )
     try:
         reason = reason or _find_misfit(state) or _find_contradiction(state)
     except Exception as error:  # of a field that holds anything
-        reason = f"a field is missing or of another type ({type(error).__name__}: {error})"
+        reason = f"a field is missing or has the wrong type ({type(error).__name__}: {error})"
     if reason is not None:
-        raise UserError(f"{name} is no sound checkpoint: {reason}")
+        raise UserError(f"{name} is not a valid checkpoint: {reason}")
     return state
 
 
@@ -151,7 +151,7 @@ def _find_misfit(state: dict) -> str | None:
     for field, least in _COUNTS.items():
         value = _field(state, field)
         if type(value) is not int or not least <= value < MOST_COUNT:
-            return f"{field} is no number from {least} on"
+            return f"{field} is not an integer of {least} or more"
     checks = _FIELDS | {field: is_right for field, is_right in _OPTIONAL_FIELDS.items() if field in state}
     return next((f"{field} is wrong" for field, is_right in checks.items() if not is_right(_field(state, field))), None)
 
@@ -175,10 +175,10 @@ def _find_contradiction(state: dict) -> str | None:
         (steps_per_epoch > 0, f"a global batch of {batch} of {data['num_images']} images"),
         (position["steps"] <= steps_per_epoch, f"{position['steps']} steps of an epoch of {steps_per_epoch}"),
         (position["epoch"] < state["args"]["epochs"], f"epoch {position['epoch']} of {state['args']['epochs']}"),
-        (is_complete or not position["is_evaluated"], "the evaluation of an epoch that is not done"),
+        (is_complete or not position["is_evaluated"], "the evaluation of an unfinished epoch"),
         (state["step"] == position["epoch"] * steps_per_epoch + position["steps"], f"step {state['step']}"),
         (state["epoch"] == position["epoch"] - (not is_complete), f"{state['epoch']} as the last epoch"),
-        (all(best["step"] <= state["step"] for best in bests), "a best evaluation that is still to come"),
+        (all(best["step"] <= state["step"] for best in bests), "a best evaluation in the future"),
         (len(data["classes"]) == data["num_classes"], f"{data['num_classes']} classes, {len(data['classes'])} names"),
         (all(type(number) is int for number in numbers), "parameters without numbers"),
         (all(type(key) is str or key in numbers for key in state_of), "optimizer state of parameters in no group"),

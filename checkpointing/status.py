@@ -50,5 +50,5 @@ class StatusFile:
         except OSError as error:
             why = explain_failure(error, self.folder, 0)
             raise StorageError(
-                f"all is saved, but status.json was not written: {why}; give the same command again to finish"
+                f"everything is saved, but status.json was not written: {why}; run the same command again to finish"
             ) from error

@@ -152,7 +152,7 @@ class CheckpointManager:
         self._num_failures += 1
         if is_last or self._num_failures > 1:
             which = "the last checkpoint of the run" if is_last else "two checkpoints in a row"
-            raise StorageError(f"{which} could not be saved: {failure}; free some space and --resume auto")
+            raise StorageError(f"{which} could not be saved: {failure}; free some space and give --resume auto")
         print(f"warning: {failure}; training continues")
         return False
 
@@ -179,7 +179,7 @@ class CheckpointManager:
             marks[rank].unlink(missing_ok=True)
         self._writers = [number for number in firsts if lowest[number] == number]
         if len(self._writers) < len(firsts):
-            print(f"--save-per-node: {len(firsts)} nodes see {len(self._writers)} folders; one writer in each")
+            print(f"--save-per-node: {len(firsts)} nodes use {len(self._writers)} folders, with one writer each")
         if len(self._writers) > 1:
             self._group = dist.new_group(self._writers, backend="gloo")
 

@@ -68,7 +68,7 @@ def read_content(path: Path) -> dict:
         if path.suffix != ".safetensors":
             return load_checkpoint(path, str(path), takes_namespace=True)
         reader = require_package("safetensors.torch", str(path))
-        with in_one_line(f"{path} is no safetensors file, or a damaged one"):
+        with in_one_line(f"{path} is damaged or no safetensors file"):
             return reader.load_file(path)
     except MemoryError as error:
         raise StorageError(f"{path} does not fit into the memory that is free now") from error
@@ -78,9 +78,7 @@ def extract_weights(content: dict, name: str, *, is_average: bool = False) -> We
     """Return the state dict in the content of a file; arguments and errors as of `load_weights`."""
     raw, average = (next((key for key in keys if key in content), None) for keys in (_RAW_KEYS, _AVERAGE_KEYS))
     if is_average and average is None:
-        raise UserError(
-            f"{name} holds no average ({' or '.join(_AVERAGE_KEYS)}); leave out --ema to take the weights it holds"
-        )
+        raise UserError(f"{name} holds no average ({' or '.join(_AVERAGE_KEYS)}); remove --ema to use its raw weights")
     key = average if is_average else raw
     weights = _extract(content, key, name)
     weights.options, weights.script = options_of(content), find_script(content)
@@ -92,7 +90,7 @@ def extract_weights(content: dict, name: str, *, is_average: bool = False) -> We
     model = weights.options.get("model")
     weights.kind = ("the average" if is_average else "the raw weights") + (f" of {model}" if model else "")
     if not is_average and average is not None:
-        weights.kind += ", not their average, which --ema takes"
+        weights.kind += ", not their average, which --ema selects"
     weights.classes = _classes(content)
     return weights
 
@@ -131,7 +129,7 @@ def _extract(content: dict, key: str | None, source: str) -> Weights:
     own = "model." if "pytorch-lightning_version" in content else ""
     weights = Weights((_unwrap(name.removeprefix(own)), each) for name, each in found.items() if name != "n_averaged")
     if len(weights) < len(found.keys() - {"n_averaged"}):
-        raise UserError(f"{source} holds weights of one name twice, with and without a prefix")
+        raise UserError(f"{source} holds the same weights twice, with and without a prefix")
     notes = getattr(found, "_metadata", None)
     if isinstance(notes, dict) and all(isinstance(each, dict) for each in notes.values()):
         # Modules need these to load weights that their older versions saved.
@@ -206,11 +204,13 @@ def average_weights(sources: Sequence[Any], read: Callable[[Any], Weights]) -> W
         first = first or weights
         shapes, expected = ({(name, each.shape) for name, each in part.items()} for part in (weights, first))
         if differing := sorted(name for name, _ in shapes ^ expected):
-            raise KeyError(f"{source} holds other weights than {sources[0]}: {', '.join(differing[:3])}")
+            raise KeyError(f"{source} has different weights than {sources[0]}: {', '.join(differing[:3])}")
         for name, tensor in weights.items():
             is_odd = tensor.is_complex() or tensor.is_quantized or tensor.is_meta
             if is_odd or tensor.is_floating_point() != first[name].is_floating_point() or not tensor.isfinite().all():
-                raise UserError(f"{source}: {name} is {tensor.dtype}, or not finite, and has no mean; leave it out")
+                raise UserError(
+                    f"{source}: {name} is {tensor.dtype}, or not finite, and cannot be averaged; remove this file"
+                )
             sums[name] = sums.get(name, 0) + (tensor.double() if tensor.is_floating_point() else tensor.long())
     for name, tensor in first.items():
         mean = torch.div(sums[name], len(sources), rounding_mode=None if tensor.is_floating_point() else "floor")

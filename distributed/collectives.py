@@ -213,8 +213,8 @@ def join_processes(args: Any) -> None:
         store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
     except dist.DistError as error:
         address = "{MASTER_ADDR}:{MASTER_PORT}".format(**launch.address) if url == "env://" else url
-        remedy = "check that it has started and that the port is open, or give a longer --dist-timeout"
-        raise UserError(f"rank {args.rank} does not reach rank 0 at {address}; {remedy}") from error
+        remedy = "check that it has started and that the port is open, or raise --dist-timeout"
+        raise UserError(f"rank {args.rank} cannot reach rank 0 at {address}; {remedy}") from error
     # torchrun's store outlives a restart and keeps the addresses of dead processes, so each attempt has its own keys.
     # Not on several nodes: each torchrun counts its own restarts there, so the numbers may differ.
     if launch.num_nodes == 1:
@@ -247,14 +247,14 @@ def report_end(error: BaseException) -> BaseException:
     failed = sorted(other for other, end in ends.items() if end == b"error")
     silent = sorted({*range(world_size)} - ends.keys())
     if failed:
-        why = f"rank {', '.join(map(str, failed))} ended by an error, which its own output shows"
+        why = f"rank {', '.join(map(str, failed))} failed; see the error in its own output"
     elif silent:
         why = (
             f"no answer from rank {', '.join(map(str, silent))}: stopped, killed, hanging, or its network is gone; "
             "look at its output, `py-spy dump` and the system's log (out of memory?); --resume auto continues"
         )
     else:
-        why = "the ranks do not reach each other; look at the network between the machines"
+        why = "the ranks cannot reach each other; check the network between the machines"
     cause = "timed out (--dist-timeout)" if re.search("[Tt]imed? ?out", str(error)) else "connection lost"
     return UserError(f"{cause}: {why}", exit_code=1, is_of_one_rank=rank == min(ends.keys() - {*failed}))
 

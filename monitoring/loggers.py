@@ -90,7 +90,11 @@ class Feed:
             print(f"warning: logger {self._name} has not ended after {CLOSE_S:.0f} s, and may lack the last records")
 
     def _work(self) -> None:
-        result = "is written again with the next record" if self._progress is None else "is off until the next start"
+        result = (
+            "failed and will be retried with the next record"
+            if self._progress is None
+            else "is off until the next start"
+        )
         waiting = []
         for records in iter(self._queue.get, None):
             waiting += records

@@ -117,7 +117,7 @@ def read_records(folder: Path, note: Callable[[str], None] | None = None) -> lis
     """
     records = [_parse_record(line) for line in read_bytes(folder / "metrics.jsonl").splitlines()]
     if note is not None and (num_damaged := records[:-1].count(None)):
-        note(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read, and will be left out")
+        note(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read and are skipped")
     return [record for record in records if record is not None]
 
 

@@ -62,7 +62,7 @@ def preview(args: Any) -> str:
         *notes,
         f"{args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {counted(len(groups), 'group')}",
         shards.arithmetic,
-        f"{steps_per_epoch:,} steps an epoch, {steps_per_epoch * args.epochs:,} in all; "
+        f"{steps_per_epoch:,} steps per epoch, {steps_per_epoch * args.epochs:,} in total; "
         f"{num_images % args.global_batch_size} images left out of each epoch, different ones each time",
         *([f"--sync-bn: needs {args.num_shards} processes, one for each micro-batch"] if is_short else []),
         *config.remarks(args),
@@ -97,16 +97,13 @@ def count_images(args: Any) -> tuple[int, int, str]:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe
             images = open_split(str(traindir), args)
         num_images, num_classes = len(images), len(images.classes)
-        num_held = len(minival_numbers(images, args.minival, args.minival_fold)) if args.minival else 0
-        about = f"{traindir}: {num_images:,} images of {num_classes:,} classes"
-    num_images, about = num_images - num_held, about + (f", {num_held:,} of them held out" if num_held else "")
-    if args.limit_train_images is not None and args.limit_train_images < num_images:
-        return args.limit_train_images, num_classes, f"{about}; a trial on {args.limit_train_images:,} of them"
-    return num_images, num_classes, about
+        num_held = len(minival_numbers(images, args.minival)) if args.minival else 0
+        about = f"{traindir}: {num_images:,} images in {num_classes:,} classes"
+    return num_images - num_held, num_classes, about + (f", {num_held:,} of them held out" if num_held else "")
 
 
 def reference_line(args: Any) -> str:
     """Return a line that compares the global batch and the learning rate with those of the reference."""
     reference, rate = args.reference_global_batch, optim.scaled_lr(args)
     share, scaled = args.global_batch_size / reference, f"--lr-scaling {args.lr_scaling}: {args.lr:g} -> {rate:g}"
-    return f"the reference batch of --lr is {reference}, {share:g} of it here; {scaled}"
+    return f"--lr is meant for a global batch of {reference}, this run has {share:g} of it; {scaled}"

@@ -186,7 +186,7 @@ FAULTS = {
     ),
     **{
         f"a save that fails ({errno.errorcode[code]}, save {number})": Fault(
-            prepare=(trouble_saves, [number], code), argv=EACH_STEP, state="finished", says=(words, "still safe: "),
+            prepare=(trouble_saves, [number], code), argv=EACH_STEP, state="finished", says=(words, "still available"),
             saved=(6,),
         )
         for code, words in [(errno.ENOSPC, "disk full ("), (errno.EFBIG, "a file this large")] for number in (1, 2)

@@ -262,4 +262,4 @@ def test_without_val_there_is_a_validation_part(image_folder, tmp_path):
 
 
 def test_a_preview_counts_the_23_images_that_are_trained_on(image_folder):
-    assert "5 steps an epoch" in preview.preview(arguments(image_folder, "--minival", 0.2, "--batch-size", 4))
+    assert "5 steps per epoch" in preview.preview(arguments(image_folder, "--minival", 0.2, "--batch-size", 4))

@@ -346,7 +346,8 @@ def test_a_resumed_window_of_other_metrics_begins_anew(started, mine, tmp_path):
 def test_ranks_that_read_other_images_are_refused(started, mine, tmp_path):
     argv = ["--data-path", f"{mine}:of_rank", "--global-batch-size", 8, "--batch-size", 4]
     refused(
-        started.go_on(tmp_path, tmp_path / "out", *argv, world_size=2), "rank 1 reads other images than rank 0: data of"
+        started.go_on(tmp_path, tmp_path / "out", *argv, world_size=2),
+        "rank 1 reads different images than rank 0: data of",
     )
 
 
@@ -355,7 +356,7 @@ def test_metrics_may_come_and_go_but_not_change(started, mine, tmp_path):
     started.go_on(tmp_path, out, *own, "--epochs", 1).check()
     started.go_on(tmp_path, out, "--resume", "auto", "--epochs", 1).check()
     mine.write_text(SAME + "\n")
-    words = "the file of --metrics has another content", "give --allow-change code"
+    words = "the file of --metrics has changed since", "give --allow-change code"
     refused(started.go_on(tmp_path, out, *own, "--resume", "auto", "--epochs", 1), *words)
 
 
@@ -367,7 +368,7 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     own = ["--criterion", f"{moved}:smooth", "--resume", "auto", "--epochs", 1]
     started.go_on(tmp_path, out, *own).check()
     moved.write_text(SAME + "\n")
-    words = "the file of --criterion has another content"
+    words = "the file of --criterion has changed since"
     refused(started.go_on(tmp_path, out, *own), words, "give --allow-change code")
     outcome = started.go_on(tmp_path, out, *own, "--allow-change", "code").check()
     assert f"changed as --allow-change says: {words}" in outcome.output
@@ -472,7 +473,7 @@ def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(
     (tmp_path / "a" / "utils.py").write_text("1")
     started.go_on(tmp_path, tmp_path / "out", *own, *resumed).check()
     (tmp_path / "a" / "parts" / "scale.py").write_text("SCALE = 2")
-    words = "the file of --opt (parts), --criterion (parts) has another content", "--allow-change code"
+    words = "the file of --opt (parts), --criterion (parts) has changed since", "--allow-change code"
     refused(started.go_on(tmp_path, tmp_path / "out", *own, *resumed), *words)
 
 

@@ -89,7 +89,7 @@ def test_a_field_that_is_wrong_or_missing_is_named(field):
     state = state_at(3)
     assert check_schema(dict(state), "it")["step"] == 3
     for value in WRONG_FIELDS.get(field, ()):
-        with pytest.raises(UserError, match="it is no sound checkpoint: ") as error:
+        with pytest.raises(UserError, match="it is not a valid checkpoint: ") as error:
             check_schema(state | {field: value}, "it")
         assert errors.is_printable(str(error.value))
     if field in state:

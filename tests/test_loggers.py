@@ -96,7 +96,7 @@ def test_an_own_logger_gets_each_record_once_over_kills_and_the_failures_of_othe
             assert outcome.output.count(f"warning: logger own.py:{off} is off until the next start: {why}; ") == 1
     assert "own.py" not in (tmp_path / "run" / "recipe.toml").read_text()
 
-    assert "holds a run already" in train_in(tmp_path, image_folder, names, "--resume", "").output
+    assert "already holds a run" in train_in(tmp_path, image_folder, names, "--resume", "").output
     train_in(tmp_path, image_folder, names, "--resume", "", "--overwrite", "--epochs", 1, "--lr", 0.2).check()
     *_, (new, *_) = (line for line in lines_of(tmp_path / "run" / "lines.jsonl") if isinstance(line, list))
     assert new != starts[0][0]  # another run

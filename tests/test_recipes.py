@@ -184,7 +184,7 @@ def test_a_preview_of_every_recipe_names_no_option_without_effect(name):
     assert "has no effect" not in text
     if name not in ("digits", "imagenette"):
         assert "assuming 1,281,167 images of 1,000 classes" in text
-        assert "the reference batch of --lr is" in text
+        assert "--lr is meant for a global batch of" in text
 
 
 def test_expected_accuracies_are_those_of_torchvisions_weights():
@@ -256,7 +256,7 @@ def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
         argv = ["--data-path", str(folder), "--dry-run", "--batch-size", "8", "--epochs", "2"]
         text = preview.preview(config.parse_args(argv))
         assert "29 images of 3 classes" in text
-        assert "3 steps an epoch, 6 in all; 5 images left out" in text
+        assert "3 steps per epoch, 6 in total; 5 images left out" in text
 
 
 @pytest.mark.parametrize(

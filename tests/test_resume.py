@@ -48,8 +48,8 @@ def test_a_folder_with_any_checkpoint_in_it_is_refused_and_stays(started, tmp_pa
     out.mkdir()
     shutil.copy(started.out / "checkpoint-00000004.pth", out / name)
     before = state_of(out)
-    refused(started.go_on(tmp_path, out), "holds a run already", "--resume auto", "--overwrite")
-    refused(started.go_on(tmp_path, out, "--resume", started.out / "checkpoint-00000005.pth"), "holds a run already")
+    refused(started.go_on(tmp_path, out), "already holds a run", "--resume auto", "--overwrite")
+    refused(started.go_on(tmp_path, out, "--resume", started.out / "checkpoint-00000005.pth"), "already holds a run")
     assert state_of(out) == before
 
 

@@ -103,8 +103,8 @@ def test_a_file_that_reads_back_otherwise_gets_no_name(folder, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", corrupt)
     failure = folder.save(state_at(2, 7.0))
-    assert "does not read back as it was written" in failure
-    assert "still safe: checkpoint-00000001.pth" in failure
+    assert "differs from what was written when read back" in failure
+    assert "still available: checkpoint-00000001.pth" in failure
     assert sorted(path.name for path in folder.folder.glob("*.pth*")) == ["checkpoint-00000001.pth", "checkpoint.pth"]
 
 
@@ -175,7 +175,7 @@ def test_records_on_a_full_disk_end_no_run_and_are_written_later(tmp_path, monke
             monitor.write("train", 3, 0, loss=3.0)
             status = StatusFile(tmp_path, state)
             status.write("running")
-            with pytest.raises(StorageError, match=r"all is saved, but status.json was not written: disk full"):
+            with pytest.raises(StorageError, match=r"everything is saved, but status.json was not written: disk full"):
                 status.finish()
             monitor._file = file
         monitor.write("train", 4, 0, loss=4.0)
@@ -261,7 +261,7 @@ def test_each_node_keeps_a_copy_and_the_newest_good_one_of_all_is_resumed(starte
 def test_nodes_that_share_a_folder_have_one_writer(started, tmp_path):
     nodes = Nodes(started, tmp_path, out="shared")
     outcome = nodes.run("--resume", "auto", "--epochs", 1).check()
-    assert "2 nodes see 1 folders; one writer in each" in outcome.output
+    assert "2 nodes use 1 folders, with one writer each" in outcome.output
     assert [name for name in os.listdir(tmp_path / "shared") if name.startswith(".")] == [".lock"]
     assert load_checkpoint(tmp_path / "shared" / "checkpoint.pth", "it")["step"] == 3
 

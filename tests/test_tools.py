@@ -146,7 +146,7 @@ def test_checkpoints_that_cannot_be_averaged(tmp_path):
     os.link(first, folder / "best.pth")
     for argv, words in [
         ([first, tmp_path / "model.pth"], "in its model"),
-        ([first, tmp_path / "shape.pth"], "holds other weights than"),
+        ([first, tmp_path / "shape.pth"], "has different weights than"),
         ([first, tmp_path / "classes.pth"], "in its classes"),
         ([first, tmp_path / "missing.pth"], "missing.pth: no such file"),
         ([first, "--images", 5], "--images has no effect without --reestimate-bn"),

@@ -144,6 +144,6 @@ def test_a_changed_file_of_weights_is_refused_on_resume(started, uneven_folder, 
     (tmp_path / "w.csv").write_text(rows.replace("4", "5"))
     refused(
         run_train(tmp_path, *argv, 2, "--resume", "auto"),
-        "the file of --class-weights has another content",
+        "the file of --class-weights has changed since",
         "--allow-change code",
     )
