@@ -94,7 +94,7 @@ def test_weights_of_another_number_of_classes_are_not_evaluated(run, tmp_path):
     words = [f"--weights {run.checkpoint} has a classifier for 3 classes, but the data has", "--test-only needs"]
     refused(run.evaluate("--weights", run.checkpoint, "--synthetic", 8), *words, "has 1000;")
     shutil.rmtree(run.images / "val" / "class2")
-    refused(run.evaluate("--weights", run.checkpoint), *words, "of 2;")
+    refused(run.evaluate("--weights", run.checkpoint), *words, "has 2;")
     refused(run.evaluate("--resume", run.checkpoint), "holds 3 classes but", "give images of the checkpoint's classes")
     refused(run.evaluate("--resume", run.checkpoint, "--synthetic", 8), "but --synthetic 8 has 1000")
 
@@ -123,8 +123,8 @@ def test_images_of_a_lossy_pack_are_others(begun, tmp_path):
         refused(Run(tmp_path / other, out).go_on(), *words, "give --allow-change data")
     packed = Run(tmp_path / "pack", out)
     assert lines_of(packed.go_on("--allow-change", "data").check(), "changed as --allow-change says: data of train")
-    refused(Run(begun.images, out).go_on("--epochs", 3), "data of train: most of 24 images")
-    words = "val: images of a pack of short side 16, not the originals"
+    refused(Run(begun.images, out).go_on("--epochs", 3), "data of train: most of 24 compared images")
+    words = "val: a pack of images resized to short side 16, not the originals"
     argv = [packed.checkpoint, "--set", f"val={tmp_path / 'pack' / 'val'}", "--device", "cpu", "--workers", 0]
     evaluations = [packed.evaluate(source, packed.checkpoint) for source in ("--resume", "--weights")]
     for evaluated in [*evaluations, run_ranks(tool_rank, 1, "evaluate", argv, log_folder=tmp_path)]:
