@@ -339,7 +339,7 @@ def test_mistakes_are_one_line(made, tmp_path):
         (graph, [images, "--ema", "--device", "cuda"], "leave out --ema and --device"),
         (tmp_path / "junk.onnx", [images], "junk.onnx cannot be opened"),
         (tmp_path / "junk.pt2", [images], "junk.pt2 cannot be opened"),
-        (tmp_path / "junk.safetensors", [images], "junk.safetensors is no safetensors file"),
+        (tmp_path / "junk.safetensors", [images], "junk.safetensors is damaged or no safetensors file"),
         (foreign, [images], "foreign.pt2 does not say how its images are prepared"),
         (tmp_path / "nan.pth", [images], "nan.pth are not finite: its weights are broken"),
     ]:
