@@ -96,7 +96,7 @@ def test_names_from_outside_are_no_commands_to_a_terminal(tmp_path):
     out = tmp_path / "\x1b[32mrun"
     argv = ["--data-path", images, *SMALL_ANYWHERE, "--output-dir", out, "--epochs", 1, "--batch-size", 8]
     run = run_ranks(train_rank, 1, [str(word) for word in argv], log_folder=tmp_path).check().output
-    assert "uneven: \\x1b[31mred has 1 image" in run
+    assert "imbalanced: \\x1b[31mred has 1 image" in run
     assert "\x1b" not in run + run_ranks(tool_rank, 1, "report", [out], log_folder=tmp_path).check().output
 
 

@@ -226,7 +226,7 @@ def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
     argv += ["--output-dir", str(out), "--data-path", str(tmp_path / "none")]
     outcome = run_ranks(train_rank, 1, argv, log_folder=tmp_path).check()
     assert "sync-bn = true" in outcome.output
-    assert "# 4096 images a step: 1 process x 32 micro-batches x 128\n" in outcome.output
+    assert "# 4096 images per step: 1 process x 32 micro-batches x 128\n" in outcome.output
     assert "# --sync-bn: needs 32 processes, one for each micro-batch\n" in outcome.output
     assert not out.exists()
 
@@ -255,7 +255,7 @@ def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
     for folder in (image_folder, tmp_path):
         argv = ["--data-path", str(folder), "--dry-run", "--batch-size", "8", "--epochs", "2"]
         text = preview.preview(config.parse_args(argv))
-        assert "29 images of 3 classes" in text
+        assert "29 images in 3 classes" in text
         assert "3 steps per epoch, 6 in total; 5 images left out" in text
 
 
