@@ -271,7 +271,6 @@ def main(args):
         evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return
 
-    # Optimizer and average belong to the bare model, whose names checkpoints have; DDP only sums the gradients.
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
     scaler = build.build_scaler(args, device)
     model = gradients.wrap_model(model_without_ddp, args)

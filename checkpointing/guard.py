@@ -336,9 +336,11 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
     if name == "code":
-        names = [name.partition(" ") for name in _changed_files(theirs, ours)]
-        changed = ", ".join(f"--{_dashed([option])}{f' ({module})' * bool(module)}" for option, _, module in names)
-        return f"the file of {changed} has changed since the checkpoint"
+        files = []
+        for file in _changed_files(theirs, ours):
+            option, _, module = file.partition(" ")
+            files.append(f"--{_dashed([option])}" + (f" ({module})" if module else ""))
+        return f"the file of {', '.join(files)} has changed since the checkpoint"
     notes = {
         "threads": " (CPU threads: OMP_NUM_THREADS)",
         "weights": " (ignored: the checkpoint has the run's own weights)",

@@ -97,9 +97,12 @@ def count_images(args: Any) -> tuple[int, int, str]:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe
             images = open_split(str(traindir), args)
         num_images, num_classes = len(images), len(images.classes)
-        num_held = len(minival_numbers(images, args.minival)) if args.minival else 0
+        num_held = len(minival_numbers(images, args.minival, args.minival_fold)) if args.minival else 0
         about = f"{traindir}: {num_images:,} images in {num_classes:,} classes"
-    return num_images - num_held, num_classes, about + (f", {num_held:,} of them held out" if num_held else "")
+    num_images, about = num_images - num_held, about + (f", {num_held:,} of them held out" if num_held else "")
+    if args.limit_train_images is not None and args.limit_train_images < num_images:
+        return args.limit_train_images, num_classes, f"{about}; a trial on {args.limit_train_images:,} of them"
+    return num_images, num_classes, about
 
 
 def reference_line(args: Any) -> str:

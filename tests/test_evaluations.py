@@ -98,4 +98,107 @@ def test_a_minival_and_the_validation_set_are_both_evaluated_afterwards(runs, im
     assert f"Test: minival Acc@1 {record['acc1']:.3f} " in held
     on_val = run_train(tmp_path, "--data-path", image_folder, *best, "--batch-size", 4).check().output
     assert " n=7" in on_val
-    assert "number of images differs" not in on_val  # it is another set, and none that has changed
+    assert "more or fewer images" not in on_val  # it is another set, and none that has changed
+
+
+# The mean size of the scores grows as a model trains, so the first evaluation stays the best.
+GROWS = """
+from metrics import Curve, Metric
+
+
+class Size(Metric):
+    curves = {"size": Curve(title="mean size of the scores", is_lower_better=True)}
+    num_sums = 1
+
+    def batch_sums(self, output, target, index):
+        return [output.abs().mean(1).sum()]
+
+    def compute(self, sums, count):
+        return {"size": sums[0] / count}
+
+
+def size(num_classes):
+    return Size()
+"""
+
+
+@pytest.fixture(scope="module")
+def early(started, tmp_path_factory):
+    """A run that stopped early."""
+    folder = tmp_path_factory.mktemp("early")
+    (folder / "mine.py").write_text(GROWS)
+    run_early(started, folder, folder).check()
+    return folder
+
+
+def run_early(started, early, folder, *argv, faults=()):
+    options = ["--epochs", 9, "--patience", 2, "--metrics", f"{early / 'mine.py'}:size", "--best-metric", "size"]
+    return run_train(folder, *started.argv, "--output-dir", folder / "out", *options, *argv, faults=faults)
+
+
+def evaluated_steps(folder):
+    return [record["step"] for record in read_metrics(folder / "out" / "metrics.jsonl") if record["kind"] == "val"]
+
+
+def test_a_run_ends_after_evaluations_without_a_new_best(early):
+    sizes = [record["size"] for record in read_metrics(early / "out" / "metrics.jsonl") if record["kind"] == "val"]
+    assert len(sizes) == 3
+    assert sizes[0] < min(sizes[1:])
+    status = json.loads((early / "out" / "status.json").read_text())
+    first, last = evaluated_steps(early)[0], evaluated_steps(early)[-1]
+    assert (status["state"], status["step"], status["requeue"]) == ("finished", last, False)
+    expected = f"stopped early after step {last}: no new best size in 2 evaluations since step {first} (--patience 2)"
+    assert status["reason"] == expected
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [("train.evaluate_all", 3, "before"), ("checkpointing.status.StatusFile.finish", 1, "before")],
+    ids=["before the evaluation that ends it", "when all is saved"],
+)
+def test_evaluations_are_counted_over_restarts(started, early, tmp_path, fault):
+    assert run_early(started, early, tmp_path, faults=[(0, *fault)]).codes == [-9]
+    outcome = run_early(started, early, tmp_path, "--resume", "auto").check()
+    assert "stopped early after step" in outcome.output
+    assert differing_results(tmp_path / "out", early / "out") == []
+
+
+def test_a_run_that_stopped_early_is_finished_and_goes_on_with_more_patience(started, early, tmp_path):
+    again = shutil.copytree(early / "out", tmp_path / "out", symlinks=True)
+    before = (again / "metrics.jsonl").read_bytes()
+    assert "stopped early after step" in run_early(started, early, tmp_path, "--resume", "auto").check().output
+    assert (again / "metrics.jsonl").read_bytes() == before
+    longer = run_early(started, early, tmp_path, "--resume", "auto", "--patience", 3).check()
+    assert "patience 2 in the checkpoint, 3 now" in longer.output
+    assert len(evaluated_steps(tmp_path)) == 4
+
+
+def test_a_trial_takes_the_first_images_of_each_class_in_turn(image_folder, tmp_path):
+    trial = [
+        "--limit-train-images",
+        8,
+        "--limit-val-images",
+        5,
+        "--epochs",
+        1,
+        "--eval-batch-size",
+        3,
+        "--batch-size",
+        4,
+    ]
+    argv = [*SMALL, "--data-path", image_folder, *trial, "--output-dir", tmp_path / "out", "--lr-warmup-epochs", 0]
+    output = run_train(tmp_path, *argv).check().output
+    found = {}
+    for split, number in (("train", 8), ("val", 5)):
+        source = open_source(image_folder / split)
+        names = [sorted(path.name for path in folder.iterdir()) for folder in sorted((image_folder / split).iterdir())]
+        turns = [(turn, label) for label, files in enumerate(names) for turn in range(len(files))]
+        expected = sorted((label, turn) for turn, label in sorted(turns)[:number])
+        chosen = first_of_each_class(source, number)
+        labels = [source.label(each) for each in range(len(source))]
+        assert [(labels[each], each - labels.index(labels[each])) for each in chosen.tolist()] == expected
+        found[split] = len(source)
+    assert f"--limit-train-images 8: a trial on 8 of {found['train']} images" in output
+    assert " n=5" in output
+    described = json.loads((tmp_path / "out" / "run.json").read_bytes())["data"]
+    assert (described["num_images"], described["val"]["num_images"]) == (8, 5)

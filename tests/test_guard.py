@@ -151,12 +151,9 @@ class Images:
     ],
 )
 def test_sizes_are_compared_within_a_form_and_times_within_a_path(there, here, outcome, capsys):
-    sets = [(Images(9, "aa"), Images(4, "vv", **place)) for place in (there, here)]
-    if outcome == "refused":
-        with pytest.raises(
-            UserError, match=r"cannot resume .*: data of val: (sizes|checksums|most of 3 compared images) "
-        ):
-            check_data(*sets)
-    else:
-        check_data(*sets)
+    theirs, ours = ((Images(), Images(**place)) for place in (there, here))
+    state = state_of(parse()) | {"data": guard.describe_data(*theirs)}
+    words = r"cannot resume .*: data of val: (sizes|checksums|most of 3 compared images) "
+    with pytest.raises(UserError, match=words) if outcome == "refused" else nullcontext():
+        guard.check_data(state, parse("--resume", "auto"), *ours)
     assert ("data of val: /data " in capsys.readouterr().out) == (outcome == "printed")

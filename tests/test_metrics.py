@@ -66,7 +66,7 @@ def scored_images():
 def loader_of(rank, world_size, batch_size=4):
     keys = sampler.EvalSampler(NUM_IMAGES, batch_size, rank, world_size)
     loader = DataLoader(TensorDataset(*scored_images()), batch_size, sampler=keys)
-    return data.DeviceLoader(loader, torch.device("cpu"), lambda image, target, rng: (image, target))
+    return data.DeviceLoader(loader, torch.device("cpu"), lambda image, target, *_: (image, target))
 
 
 def check_evaluation(rank, world_size, folder):

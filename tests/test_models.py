@@ -106,7 +106,7 @@ def test_a_head_of_another_size_is_left_out_and_the_rest_loaded(capsys):
     model = load("squeezenet1_1", weights, 7)
     assert torch.equal(model.state_dict()["features.0.weight"], weights["features.0.weight"])
     assert model.state_dict()["classifier.1.weight"].shape[0] == 7
-    assert "classifier for 5 classes dropped" in capsys.readouterr().out
+    assert "classifier of 5 classes left out" in capsys.readouterr().out
 
 
 def test_what_older_versions_of_modules_saved_is_translated():
@@ -174,7 +174,7 @@ def test_below_a_layer_nothing_changes_and_from_it_on_everything_does():
     ("timm/deit_tiny_patch16_224", "blocks.5", "blocks.5.norm1.weight", ""),
     ("resnet18", "fc", "fc.weight", ""),
     ("resnet18", "layer5", "", "there are conv1, bn1, layer1, layer2, layer3, layer4, fc, and their sublayers"),
-    ("resnet18", "layer", "", "--freeze-below layer: no layer"),
+    ("resnet18", "layer", "", "--freeze-below layer: expected a layer"),
     ("resnet18", "conv1", "", "others before it"),
     ("vit_b_16", "6", "", "conv_proj, encoder, encoder.layers.encoder_layer_0, encoder.layers.encoder_layer_1,"),
 ])  # fmt: skip
