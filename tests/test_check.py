@@ -198,7 +198,7 @@ def test_samples_of_12_bits_in_files_of_16_are_a_problem(images, tmp_path):
     code, _, found = look(tmp_path, images, "--expect-classes", 3)
     assert (code, found["deep"], len(found["dark"])) == (1, ["x.png"] * 2, 2)
     assert (
-        "val: samples of more than 8 bits use 6% of their range: loaded, their pixels are 0 to 15" in found["dark"][1]
+        "val: samples with more than 8 bits use 6% of their range: loaded, their pixels are 0 to 15" in found["dark"][1]
     )
 
 

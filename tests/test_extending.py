@@ -413,10 +413,10 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--data-path {}:booleans", "a label is False; expected a whole number from 0 to 2"),
     ("--data-path {}:no_bytes", "read returned None; expected the bytes of an image's file"),
     ("--data-path {}:bare", "'Bare' object has no attribute 'root'"),
-    ("--data-path {}:alike", "classes: expected a list of different names"),
-    ("--data-path {}:many_labels", "label_sets are for images of several labels: give them and --multi-label"),
-    ("--data-path {}:below --multi-label --bce-loss", "label_sets are for images of several labels"),
-    ("--data-path {}:nothing_at_all", "it returned None of val; expected a Source"),
+    ("--data-path {}:alike", "classes: expected a list of unique names"),
+    ("--data-path {}:many_labels", "label_sets are for images with several labels: give both"),
+    ("--data-path {}:below --multi-label --bce-loss", "label_sets are for images with several labels"),
+    ("--data-path {}:nothing_at_all", "it returned None for val; expected a Source"),
     ("--opt {}:sgd --opt-eps 1", "has no such option"),
 ])  # fmt: skip
 def test_own_code_that_cannot_be_used_is_one_line(started, mine, tmp_path, own, words):
