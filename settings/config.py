@@ -374,7 +374,7 @@ def resolve(
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
         "best_metric": "map" if values["multi_label"] and "best_metric" not in names else values["best_metric"],
         "typed": sorted(typed),
-        # Code runs only from a file that the command line names: see `custom.code.load_function`.
+        # Code runs only from a file that the command line names: see `custom_code.load_function`.
         "trusted": [text for name, text in own if name in typed],
         "code": hash_code([*own, *weights]),
     }
