@@ -410,13 +410,14 @@ def load_matching(
     Raises:
         UserError: the state dict belongs to another model, or its classifier does not fit.
     """
-    for name, tensor in model.state_dict().items():
+    state = model.state_dict()
+    for name, tensor in state.items():
         found = weights.get(name)
         if found is not None and tensor.is_floating_point() and (not found.is_floating_point() or found.itemsize < 2):
             raise UserError(f"{source} is quantized: {name} is {found.dtype}; give weights of 16 bits or more")
     ends = classifier_layers(model, num_classes)
-    own = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] in ends}
-    is_headless = bool(own) and not own.keys() & weights.keys()
+    own = {name: tensor for name, tensor in state.items() if name.rpartition(".")[0] in ends}
+    is_headless = not own.keys() & weights.keys()
     if is_headless and classifier_init is not None:
         weights = copy.copy(weights)  # with its notes
         weights.update(own)

@@ -134,10 +134,11 @@ class OtherCommand:
             if flag not in FLAGS and "_" in flag and (dashed := flag.replace("_", "-")) in self.known | FLAGS:
                 self.phrases.append(f"{flag} is {dashed}")
                 flag = dashed
-            begun = [name for name in DATA["torchvision"].split() if name.startswith(flag)]
-            if flag not in self.known | FLAGS and len(flag) > 2 and len(begun) == 1:
-                self.phrases.append(f"{flag} is {begun[0]}")
-                flag = begun[0]
+            if flag not in self.known | FLAGS and len(flag) > 2:  # torchvision's parser takes a unique beginning
+                begun = [name for name in DATA["torchvision"].split() if name.startswith(flag)]
+                if len(begun) == 1:
+                    self.phrases.append(f"{flag} is {begun[0]}")
+                    flag = begun[0]
             values = [value] if equals else []
             number = self._count(flag)
             if not values and words and re.fullmatch(DATA["optional"].get(flag, "(?!)"), words[0]):
