@@ -20,9 +20,9 @@ import transforms
 from checkpointing.published import choose_published_options, is_stored
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import BadImageError, ImageError, UserError, counted, in_one_line
+from errors import BadImageError, ImageError, UserError, counted, in_one_line, one_line
 from files import read_bytes, retry
-from loading.decode import decode_plainly
+from loading.decode import Decoding, decode_plainly, turned_share, unused_range
 from loading.fill import start_filling
 from loading.forms import check_source, find_sources, open_named, open_source, open_split, remote_options
 from loading.lists import check_disjoint
@@ -34,7 +34,7 @@ from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_hos
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 from settings import config
 from settings.config import Assigned, Resolved
-from settings.options import fit_statistics, split_custom
+from settings.options import WITH_DEFAULT, fit_statistics, split_custom
 
 
 class IndexedImageFolder(Dataset):
@@ -248,7 +248,7 @@ def build_more_sets(args: Resolved, dataset_test: Dataset) -> dict[str, Dataset]
     """Return the sets of `--eval-data` by their names; UserError if one has other classes than the validation set."""
     sets = {}
     for text in args.eval_data or () if args.synthetic is None else ():
-        name, source = open_named("--eval-data", text, args.multi_label, **remote_options(args))
+        name, source = open_named("--eval-data", text, args.multi_label, args.extensions, **remote_options(args))
         sets[name] = IndexedImageFolder(source.root, dataset_test.transform, args.seed, source)
         with in_one_line(f"--eval-data {name}"):
             check_classes(sets[name], dataset_test)
@@ -330,7 +330,7 @@ class Loading(NamedTuple):
 
     def serves(self, args: Resolved) -> bool:
         """Tell whether these options, perhaps completed from a checkpoint, prepare images as those of the sets do."""
-        names = ["train_crop_size", "val_crop_size", "val_resize_size", "interpolation"]
+        names = ["train_crop_size", "val_crop_size", "val_resize_size", "interpolation", *WITH_DEFAULT]
         if (args.auto_augment or "").startswith("timm/"):  # which fills gaps with the mean
             names.append("mean")
         return all(getattr(self.args, name) == getattr(args, name) for name in names)
@@ -358,13 +358,30 @@ def start_loading(args: Resolved) -> Loading:
     loaded = dict(zip(["train", config.evaluated_set(args), *more], [*sets, *more.values()], strict=True))
     for name, each in loaded.items():
         if each is not None:
-            note_pack(name, each.index, args.train_crop_size if name == "train" else args.val_resize_size)
+            note_files(name, each.index, args, args.train_crop_size if name == "train" else args.val_resize_size)
     return Loading(args, (*sets, more), dict(zip(loaded, start_loaders(loaded.values(), args), strict=True)))
 
 
-def note_pack(name: str, source: Source, px: int) -> None:
-    """Print that a set's images are a pack's, and whether they are enlarged to `px`; of training if they are."""
-    side = source.pack.get("px") if isinstance(source.pack, dict) else None
+def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
+    """Print remarks about a set's files: stored turned, of few grey levels, or a pack's, of training if too small.
+
+    `px` is the size to which they are resized. UserError for a pack that cannot serve the options.
+    """
+    pack = source.pack if isinstance(source.pack, dict) else None
+    if pack is not None and args.exif and not pack.get("exif"):
+        raise UserError(
+            f"--exif: {source.where} is a pack without the orientations of its images; pack again with this version"
+        )
+    if pack is not None and pack.get("grey_range") != args.grey_range:
+        written, given = ("none" if each is None else str(each) for each in (pack.get("grey_range"), args.grey_range))
+        raise UserError(
+            one_line(f"--grey-range {given}: {source.where} is a pack written with {written}; give that, or pack again")
+        )
+    if args.synthetic is None:
+        how = Decoding(exif=args.exif, grey_range=args.grey_range)
+        for words in filter(None, (unused_range(source, how), turned_share(source, how))):
+            print(one_line(f"{source.where}: {words}"))
+    side = pack.get("px") if pack else None
     if type(side) is int and (name != "train" or px > side):
         enlarged = f"; they are enlarged to {px} pixels" if px > side else ""
         print(

@@ -6,7 +6,7 @@ and random erasing are cheaper on whole batches on the device, where `transforms
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch
 from PIL import Image, ImageOps
 from torch.nn import functional as F
 from torchvision import transforms
-from torchvision.transforms import InterpolationMode, autoaugment
-from torchvision.transforms.functional import pil_to_tensor
+from torchvision.transforms import InterpolationMode, autoaugment, functional
 
 from errors import ImageError, UserError, in_one_line, one_line, require_timm
-from loading.decode import MODES, ImageFile, decode_plainly, resized_size
+from loading.decode import MODES, Decoding, ImageFile, decode_plainly, resized_size
 from randomness import Draws, TorchDraws, seed_host, unit
 from settings.choices import POLICIES
 from settings.config import IMAGENET_MEAN, IMAGENET_STD
@@ -104,6 +103,8 @@ class _Preset:
         random_erase_prob: float = 0.0,
         random_erase_fill: str = "zero",
         in_chans: int = 3,
+        exif: bool = False,
+        grey_range: Sequence[int] | None = None,
     ) -> None:
         backend = backend and backend.lower()
         if backend not in ("pil", "tensor", None):
@@ -119,7 +120,7 @@ class _Preset:
         self.random_erase_prob = random_erase_prob
         # Pillow weighs colours by alpha when it resizes, and torch does not.
         self.fast_mode = _RESIZABLE.get(interpolation) if backend is None and in_chans != 4 else None
-        self.mode = MODES[in_chans]
+        self.decoding = Decoding(MODES[in_chans], exif, grey_range)
         self.mean, self.std = mean, std
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -145,8 +146,8 @@ class _Preset:
             MemoryError: there is not enough memory.
         """
         if self.fast_mode is None:
-            return self.pixels(decode_plainly(payload, mode=self.mode))
-        return self._load_fast(ImageFile(payload), draws or TorchDraws())
+            return self.pixels(decode_plainly(payload, how=self.decoding))
+        return self._load_fast(ImageFile(payload, self.decoding), draws or TorchDraws())
 
 
 class ClassificationPresetTrain(_Preset):
@@ -169,6 +170,9 @@ class ClassificationPresetTrain(_Preset):
             pixels are within one grey level of Pillow's, rarely two; bicubic ones, of Pillow's before version 13.
         use_v2: no effect, since both versions of torchvision's transforms draw and compute the same.
         in_chans: channels of an image: 1 grey, 3 colour, 4 with alpha. `load` converts files, a call no image.
+        exif: `load` turns images as their EXIF orientation says.
+        grey_range: samples of grey images of more than 8 bits that `load` makes 0 and 255.
+        crop_mode: `random`, or the whole image: `squash` or `border`, as in `ClassificationPresetEval`.
     """
 
     def __init__(
@@ -191,9 +195,17 @@ class ClassificationPresetTrain(_Preset):
         backend: str | None = None,
         use_v2: bool = False,
         in_chans: int = 3,
+        exif: bool = False,
+        grey_range: Sequence[int] | None = None,
+        crop_mode: str = "random",
     ) -> None:
-        scale = (crop_scale, 1.0)
-        steps = [transforms.RandomResizedCrop(crop_size, scale=scale, interpolation=interpolation, antialias=True)]
+        how = {"interpolation": interpolation, "antialias": True}
+        steps = {
+            "random": lambda: [transforms.RandomResizedCrop(crop_size, scale=(crop_scale, 1.0), **how)],
+            "squash": lambda: [transforms.Resize([crop_size, crop_size], **how)],
+            "border": lambda: _with_border(crop_size, crop_size, interpolation, mean),
+        }[crop_mode]()
+        self.fill_border = steps[1] if crop_mode == "border" else None
         if hflip_prob > 0:
             steps.append(transforms.RandomHorizontalFlip(hflip_prob))
         options = {"ra_magnitude": ra_magnitude, "augmix_severity": augmix_severity}
@@ -207,22 +219,29 @@ class ClassificationPresetTrain(_Preset):
         if blur_prob > 0:
             on_images.append(transforms.RandomApply([transforms.GaussianBlur(_BLUR_SIDE, _BLUR_SIGMAS)], blur_prob))
         steps += on_images
-        super().__init__(steps, backend, interpolation, mean, std, random_erase_prob, random_erase_fill, in_chans)
+        erasing = {"random_erase_prob": random_erase_prob, "random_erase_fill": random_erase_fill}
+        reading = {"in_chans": in_chans, "exif": exif, "grey_range": grey_range}
+        super().__init__(steps, backend, interpolation, mean, std, **erasing, **reading)
+        self.crop_mode = crop_mode
         self.crop_size, self.crop_scale, self.hflip_prob = crop_size, crop_scale, hflip_prob
         self.policy = transforms.Compose(on_images) if on_images else None
         self.takes_draws = self.fast_mode is not None and not on_images
 
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
-        box = draw_box(height, width, self.crop_scale, draws)
+        is_random = self.crop_mode == "random"
+        box = draw_box(height, width, self.crop_scale, draws) if is_random else (0, 0, height, width)
         is_mirrored = self.hflip_prob > 0 and draws.uniform() < self.hflip_prob
-        pixels = file.decode(*box, self.mode)
+        pixels = file.decode(*box)
         if is_mirrored:
             pixels = pixels.flip(-1)  # before the resize, which would copy the box anyway
-        pixels = resize(pixels, self.crop_size, self.crop_size, self.fast_mode)
+        if self.fill_border is None:
+            pixels = resize(pixels, self.crop_size, self.crop_size, self.fast_mode)
+        else:
+            pixels = self.fill_border(resize(pixels, *_fitted(height, width, self.crop_size), self.fast_mode))
         if self.policy is None:
             return pixels
-        return pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy())))
+        return functional.pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy())))
 
 
 class ProgressivePreset:
@@ -353,12 +372,14 @@ def own_policy(function: Callable[[Image.Image], Image.Image]) -> Callable[[Imag
 
 
 class ClassificationPresetEval(_Preset):
-    """Resize the shorter side and cut the centre, with torchvision's defaults; draws nothing.
+    """Resize, and cut the centre, with torchvision's defaults; draws nothing.
 
     Args:
         crop_size: side of the square that comes out, px.
-        resize_size: shorter side before the cut, px.
-        mean: this and all arguments after it are those of `ClassificationPresetTrain`.
+        resize_size: shorter side before the cut, px; with other crop modes see there.
+        mean: this and all arguments after it but `crop_mode` are those of `ClassificationPresetTrain`.
+        crop_mode: as timm's: `center`; `squash`, both sides are resized to `resize_size`; `border`, the longer side is,
+            and the mean colour fills the rest of the square.
     """
 
     def __init__(
@@ -372,31 +393,79 @@ class ClassificationPresetEval(_Preset):
         backend: str | None = None,
         use_v2: bool = False,
         in_chans: int = 3,
+        exif: bool = False,
+        grey_range: Sequence[int] | None = None,
+        crop_mode: str = "center",
     ) -> None:
-        self.cut = transforms.CenterCrop(crop_size)
-        steps = [transforms.Resize(resize_size, interpolation=interpolation, antialias=True), self.cut]
-        super().__init__(steps, backend, interpolation, mean, std, in_chans=in_chans)
-        self.crop_size, self.resize_size = crop_size, resize_size
+        self.crop_size, self.resize_size, self.crop_mode = crop_size, resize_size, crop_mode
+        if crop_mode == "border":
+            steps = _with_border(resize_size, crop_size, interpolation, mean)
+        else:
+            size = [resize_size, resize_size] if crop_mode == "squash" else resize_size
+            resize = transforms.Resize(size, interpolation=interpolation, antialias=True)
+            steps = [resize, transforms.CenterCrop(crop_size)]
+        self.cut = steps[1]
+        super().__init__(steps, backend, interpolation, mean, std, in_chans=in_chans, exif=exif, grey_range=grey_range)
         self.takes_draws = True  # it draws nothing at all
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and the width to which an image is resized before the cut."""
+        if self.crop_mode == "squash":
+            return self.resize_size, self.resize_size
+        if self.crop_mode == "border":
+            return _fitted(height, width, self.resize_size)
+        return resized_size(height, width, self.resize_size)
 
     def pixels(self, image: Image.Image) -> torch.Tensor:
         """Return an image as (in_chans, crop_size, crop_size) uint8."""
-        resized_size(image.height, image.width, self.resize_size)
+        self._resized(image.height, image.width)
         return super().pixels(image)
 
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
-        resized = resized_size(height, width, self.resize_size)
+        resized = self._resized(height, width)
         if min(resized) < self.crop_size:  # smaller images are padded
-            return self.cut(resize(file.decode(0, 0, height, width, self.mode), *resized, self.fast_mode))
+            return self.cut(resize(file.decode(0, 0, height, width), *resized, self.fast_mode))
         # Decode the part that the cut shows, and all above and to the left of it, to keep the phase of the resize.
         bottom, top_cut = _span(height, resized[0], self.crop_size, self.fast_mode)
         right, left_cut = _span(width, resized[1], self.crop_size, self.fast_mode)
-        pixels = _as_batch(file.decode(0, 0, bottom, right, self.mode))
+        pixels = _as_batch(file.decode(0, 0, bottom, right))
         # Slightly enlarged, lest torch round a side down to a pixel less.
         scale_factor = (resized[0] + 1e-6) / height, (resized[1] + 1e-6) / width
         pixels = F.interpolate(pixels, scale_factor=scale_factor, mode=self.fast_mode, antialias=True)[0]
         return pixels[:, top_cut : top_cut + self.crop_size, left_cut : left_cut + self.crop_size]
+
+
+def _fitted(height: int, width: int, side: int) -> tuple[int, int]:
+    """Return the size of a resized image whose longer side is `side`, rounded as in timm."""
+    ratio = max(height / side, width / side)
+    return max(round(height / ratio), 1), max(round(width / ratio), 1)
+
+
+def _with_border(resize_size: int, crop_size: int, interpolation: InterpolationMode, mean: Sequence[float]) -> list:
+    """Return two transforms: fit an image into a square, and cut or fill it with the mean colour to another one."""
+    fill = [round(255 * value) for value in mean]
+    fit = partial(_fit, side=resize_size, interpolation=interpolation)
+    return [transforms.Lambda(fit), transforms.Lambda(partial(_cut_or_fill, side=crop_size, fill=fill))]
+
+
+def _fit(image: Image.Image | torch.Tensor, side: int, interpolation: InterpolationMode) -> Any:
+    _, height, width = functional.get_dimensions(image)
+    return functional.resize(image, _fitted(height, width, side), interpolation, antialias=True)
+
+
+def _cut_or_fill(image: Image.Image | torch.Tensor, side: int, fill: list[int]) -> Image.Image | torch.Tensor:
+    """Return the centre of an image as a square, with a border in the colour `fill` where it is smaller."""
+    _, height, width = functional.get_dimensions(image)
+    rows, columns = max(height, side), max(width, side)
+    top, left = (rows - height) // 2, (columns - width) // 2
+    if isinstance(image, Image.Image):
+        canvas = Image.new(image.mode, (columns, rows), fill[0] if len(fill) == 1 else tuple(fill))
+        canvas.paste(image, (left, top))
+    else:
+        canvas = torch.tensor(fill, dtype=image.dtype)[:, None, None].repeat(1, rows, columns)
+        canvas[:, top : top + height, left : left + width] = image
+    return functional.center_crop(canvas, side)
 
 
 def _span(size: int, new_size: int, crop_size: int, mode: str) -> tuple[int, int]:
@@ -417,8 +486,9 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
     """Return the presets for training and for evaluation."""
     common = {
         "mean": args.mean, "std": args.std, "interpolation": InterpolationMode(args.interpolation),
-        "backend": args.backend, "in_chans": args.in_chans,
+        "backend": args.backend, "in_chans": args.in_chans, "exif": args.exif, "grey_range": args.grey_range,
     }  # fmt: skip
+    evaluation = {"crop_mode": args.crop_mode, **common}
     policy = args.auto_augment
     if policy is not None and split_custom(policy):
         with in_one_line(f"--auto-augment {policy}"):
@@ -433,17 +503,19 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
     names = ("hflip_prob", "crop_scale", "ra_magnitude", "augmix_severity", "random_erase_fill", "color_jitter",
              "grayscale_prob", "blur_prob")  # fmt: skip
     options = {name: getattr(args, name) for name in names} | {"random_erase_prob": args.random_erase} | common
+    if args.train_crop_mode == "whole":
+        options["crop_mode"] = "border" if args.crop_mode == "border" else "squash"
     augment = partial(ClassificationPresetTrain, auto_augment_policy=policy, **options)
 
     def build_train(crop_size: int) -> ClassificationPresetTrain | ClassificationPresetEval:
         if args.augment:
             return augment(crop_size=crop_size)
         resize_size = round(crop_size * args.val_resize_size / args.val_crop_size)  # the centre that evaluation shows
-        return ClassificationPresetEval(crop_size=crop_size, resize_size=resize_size, **common)
+        return ClassificationPresetEval(crop_size=crop_size, resize_size=resize_size, **evaluation)
 
     train = build_train(args.train_crop_size)
     if args.crop_ramp_epochs is not None:
         first, last = args.crop_ramp_epochs
         sizes = {"smallest": args.train_crop_size_min, "largest": args.train_crop_size}
         train = ProgressivePreset(build_train, **sizes, first=first, last=last)
-    return train, ClassificationPresetEval(crop_size=args.val_crop_size, resize_size=args.val_resize_size, **common)
+    return train, ClassificationPresetEval(crop_size=args.val_crop_size, resize_size=args.val_resize_size, **evaluation)

@@ -18,7 +18,16 @@ from checkpointing.guard import check_classes
 from checkpointing.weights import BARE, HUB, Weights, fetch_from_hub, load_weights
 from distributed import collectives
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
-from settings.options import BY_NAME, PREPROCESSING, STATISTICS, fit_statistics, is_same_model, split_custom
+from settings.options import (
+    BY_NAME,
+    NEEDED,
+    PREPROCESSING,
+    STATISTICS,
+    WITH_DEFAULT,
+    fit_statistics,
+    is_same_model,
+    split_custom,
+)
 
 
 def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
@@ -82,7 +91,7 @@ def choose_published_options(args: Any) -> tuple[Any, list[str]]:
         args, origin = choose_preprocessing(
             _with_model_options(args, weights, source), source, weights.options, weights.origin
         )
-    elif {*PREPROCESSING} <= {*args.given} or not is_timms or find_timm_config(args.model) is None:
+    elif {*NEEDED, "crop_mode"} <= {*args.given} or not is_timms or find_timm_config(args.model) is None:
         return args, []
     else:
         args, origin = choose_preprocessing(args, f"--model {args.model}")
@@ -115,8 +124,8 @@ def add_published_options(weights: Weights, model: str) -> None:
     is_timms = model.startswith("timm/")
     if weights.script == "timm" and is_timms:
         own = usable_preprocessing(weights.options)
-        if len(own) < len(PREPROCESSING):  # else they are ours, of a converted checkpoint
-            own, weights.origin = {}, weights.origin + _note_on_crop(weights.options.get("crop_mode"))
+        if not {*NEEDED} <= own.keys():  # else they are ours, of a converted checkpoint
+            own = {}
         weights.options |= {**options_of_timm(model, weights.options), **own}
     elif weights.kind == BARE and is_timms:
         name = model.removeprefix("timm/").partition(".")[0]
@@ -143,7 +152,7 @@ def choose_preprocessing(
     """Return the options of an evaluation with the preprocessing that belongs to its weights, and where it comes from.
 
     Each of `PREPROCESSING` is the one that was given, else that of the weights' own options, else that of the model's
-    published configuration.
+    published configuration, else for `WITH_DEFAULT` its default.
 
     Args:
         args: the options; `given` lists those that a user set.
@@ -162,11 +171,11 @@ def choose_preprocessing(
             flag = BY_NAME[name].flag
             raise UserError(f"{source} holds {flag} {str(value)[:40]}, which cannot be used; give {flag}")
     found = [(known, origin), (given, "as given")]
-    if len(known | given) < len(PREPROCESSING):
+    if not {*NEEDED} <= {*known, *given}:
         published, words = published_preprocessing(args.model, given.get("val_crop_size"))
         fitted = {name: fit_statistics(published[name], args.in_chans) for name in STATISTICS if name in published}
         found = [({**published, **fitted}, words), *found]
-    values, origins = {}, {}
+    values, origins = {name: BY_NAME[name].default for name in WITH_DEFAULT}, {}
     for part, words in found:
         values |= part
         origins |= dict.fromkeys(part, words)
@@ -182,7 +191,7 @@ def choose_preprocessing(
                 f"{args.in_chans}; give --in-chans {number}"
             )
     groups = {}
-    for name in PREPROCESSING:
+    for name in filter(origins.get, PREPROCESSING):
         groups.setdefault(origins[name], []).append(BY_NAME[name].flag)
     words = [f"{each} ({', '.join(flags)})" if len(groups) > 1 else each for each, flags in groups.items()]
     return args.replaced(**{name: values[name] for name in PREPROCESSING}), "; ".join(words)
@@ -190,7 +199,9 @@ def choose_preprocessing(
 
 def preprocessing_line(values: Any, origin: str) -> str:
     """Return the line about how images are prepared, and why; its options can be given to train.py and to the tools."""
-    words = " ".join(f"{BY_NAME[name].flag} {_text(getattr(values, name))}" for name in PREPROCESSING)
+    shown = {name: getattr(values, name) for name in PREPROCESSING}
+    shown = {name: value for name, value in shown.items() if name in NEEDED or value != BY_NAME[name].default}
+    words = " ".join(f"{BY_NAME[name].flag} {_text(value)}".strip() for name, value in shown.items())
     return f"preprocessing: {words}: {origin}"
 
 
@@ -207,7 +218,7 @@ def usable_preprocessing(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    items = value if isinstance(value, list) else [value]
+    items = [] if value is True else value if isinstance(value, list) else [value]
     return " ".join(f"{item:.6g}" if isinstance(item, float) else str(item) for item in items)
 
 
@@ -223,18 +234,13 @@ def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[s
     config = find_timm_config(model)
     if config is None:
         return {}, ""
-    return options_of_timm(model, {"img_size": crop}), f"as timm configures {model}{_note_on_crop(config.crop_mode)}"
-
-
-def _note_on_crop(mode: Any) -> str:
-    """Return words about a crop mode of timm's that is not followed."""
-    return "" if mode in (None, "center") else f", but cropped at the centre, not by its crop mode {str(mode)[:20]}"
+    return options_of_timm(model, {"img_size": crop}), f"as timm configures {model}"
 
 
 def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
     """Return our options for timm/NAME with timm's options `trained`; UserError if sizes of images cannot be used."""
     known = find_timm_config(name)
-    names = ("img_size", "input_size", "crop_pct", "interpolation", "mean", "std")
+    names = ("img_size", "input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
     with in_one_line(f"{name}: the sizes of its images cannot be used"):
         resolve = importlib.import_module("timm.data").resolve_data_config
         found = resolve({each: trained.get(each) for each in names}, known.to_dict() if known else {})
@@ -245,8 +251,9 @@ def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
         options = {"val_crop_size": crop, "val_resize_size": math.floor(crop / float(found["crop_pct"]))}
         options |= {each: fit_statistics([*map(float, found[each])], channels) for each in STATISTICS}
         options["in_chans"] = channels
-    if BY_NAME["interpolation"].is_value(found["interpolation"]):
-        options["interpolation"] = found["interpolation"]
+    for each in ("interpolation", "crop_mode"):
+        if BY_NAME[each].is_value(found[each]):
+            options[each] = found[each]
     kwargs = trained.get("model_kwargs")
     if not isinstance(kwargs, list):  # a list is in our form already
         flags = {"global_pool": trained.get("gp"), **{each: trained.get(each) for each in ("bn_eps", "bn_momentum")}}

@@ -1,24 +1,52 @@
 """Decode a box of a JPEG, and no more rows than the box needs."""
 
 import contextlib
+import functools
+import importlib
+import importlib.util
 import io
 import mmap
 import re
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import torch
-from PIL import Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
+from PIL import (
+    AvifImagePlugin,
+    ExifTags,
+    Image,
+    PngImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
 from torch import Tensor
 
-from errors import BadImageError
+from errors import BadImageError, counted
 
-# The formats that ImageFolder's extensions stand for. Pillow reads others too, and starts Ghostscript for one of them.
-FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
-_PLUGINS = (TiffImagePlugin, WebPImagePlugin)  # imported here, or Pillow would import all its plugins for these two
+# The formats of ImageFolder's extensions, and AVIF. Pillow reads others too, and starts Ghostscript for one of them.
+FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
+# Imported here, or Pillow would import all its plugins for these.
+_PLUGINS = (AvifImagePlugin, TiffImagePlugin, WebPImagePlugin)
+HEIC_REMEDY = "which needs the package pillow-heif; run pip install pillow-heif, or save it as JPEG"
+
+# The beginning of a HEIC file, a kind of HEIF, after four bytes.
+_HEIC = re.compile(rb"ftyp(hei[cxms]|hev[cxms]|mif1|msf1)")
+
+# A PNG's profile, comments and EXIF data unpack to at most this; by default Pillow fails at larger colour profiles.
+PngImagePlugin.MAX_TEXT_CHUNK = 1 << 26
+
+# How to turn an image with each EXIF orientation but 1, which is upright: as Pillow's `exif_transpose`.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
+# One of these is in every JPEG and PNG that has an orientation.
+_SIGNS_OF_EXIF = (b"Exif", b"eXIf", b"exif", b"adobe")
 
 # Pillow's modes of images by their numbers of channels: grey, colour, colour with alpha.
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -37,6 +65,20 @@ _SAMPLE_KINDS = {2: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
 _BASELINE, _PROGRESSIVE, _START_OF_SCAN = 0xC0, 0xC2, 0xDA
 _SKIPPED = {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}  # tables, restart interval, comment, applications' segments
 _END_OF_IMAGE = b"\xff\xd9"
+
+
+Box = tuple[int, int, int, int]
+
+
+class Decoding(NamedTuple):
+    """How files become pixels, apart from their sizes: `--in-chans`, `--exif` and `--grey-range`."""
+
+    mode: str = "RGB"  # of `MODES`
+    exif: bool = False  # turn images as their EXIF orientation says
+    grey_range: Sequence[int] | None = None  # samples of grey images with more than 8 bits that become 0 and 255
+
+
+AS_STORED = Decoding()  # RGB, as torchvision reads files
 
 
 class Frame(NamedTuple):
@@ -146,18 +188,31 @@ def _check_memory(num_pixels: int) -> None:
         raise MemoryError from error
 
 
+@functools.cache
+def can_read_heic() -> bool:
+    """Tell whether the package is there that adds HEIC to Pillow's formats, and add it."""
+    if importlib.util.find_spec("pillow_heif") is None:
+        return False
+    importlib.import_module("pillow_heif").register_heif_opener()
+    return True
+
+
 def open_image(payload: bytes) -> Image.Image:
     """Return an image of which only the header has been read.
 
     Raises:
-        BadImageError: the image is of none of `FORMATS`, claims too many pixels, or has a damaged header.
+        BadImageError: the image is of none of `FORMATS` and no HEIC, claims too many pixels, or has a damaged header.
         MemoryError: memory is short.
     """
     with _blaming_bytes(MAX_PIXELS):
         try:
-            image = Image.open(io.BytesIO(payload), formats=FORMATS)
+            is_heic = _HEIC.match(payload, 4) is not None
+            formats = (*FORMATS, "HEIF") if is_heic and can_read_heic() else FORMATS
+            image = Image.open(io.BytesIO(payload), formats=formats)
         except UnidentifiedImageError as error:  # its text names only an object in memory
-            known = "it is not a valid BMP, JPEG, PNG, PPM, TIFF or WebP"
+            if is_heic and not can_read_heic():
+                raise BadImageError(f"it is a HEIC, {HEIC_REMEDY}") from error
+            known = "it is not a valid AVIF, BMP, HEIC, JPEG, PNG, PPM, TIFF or WebP"
             reason = f"{known}; it begins with {payload[:16]!r}" if payload else "the file is empty"
             raise BadImageError(reason) from error
         except Image.DecompressionBombError as error:  # its text names another limit
@@ -194,35 +249,97 @@ def grey_bits(image: Image.Image) -> int:
     raise BadImageError(f"it has {reason} (Pillow's mode {image.mode}), {why}")
 
 
-def load_image(payload: bytes) -> Image.Image:
+def orientation_of(payload: bytes) -> int:
+    """Return how a file's image is stored, by EXIF: 1 upright, else a key of `_TURNS`; damaged metadata says nothing.
+
+    It is what Pillow's `exif_transpose` goes by. TIFF and HEIC files, which Pillow turns by itself, count as upright.
+    Raises as `open_image`.
+    """
+    if payload[:4] in (b"\xff\xd8\xff\xe0", b"\xff\xd8\xff\xe1", b"\x89PNG") and not any(
+        sign in payload for sign in _SIGNS_OF_EXIF
+    ):
+        return 1
+    return _orientation(open_image(payload))
+
+
+def _orientation(image: Image.Image) -> int:
+    found = 1
+    with contextlib.suppress(BadImageError), _blaming_bytes(0):
+        found = 1 if image.format == "TIFF" else image.getexif().get(ExifTags.Base.Orientation, 1)
+    return found if found in _TURNS else 1
+
+
+def turned_box(box: Box, size: tuple[int, int], orientation: int) -> Box:
+    """Return the part of a stored image that is this box, (left, top, right, bottom) px, of the turned one.
+
+    `size` is the stored image's width and height.
+    """
+    if orientation > 4:
+        box = (box[1], box[0], box[3], box[2])
+    left, top, right, bottom = box
+    if orientation in (2, 3, 7, 8):
+        left, right = size[0] - right, size[0] - left
+    if orientation in (3, 4, 6, 7):
+        top, bottom = size[1] - bottom, size[1] - top
+    return left, top, right, bottom
+
+
+def load_image(payload: bytes, grey_range: Sequence[int] | None = None) -> Image.Image:
     """Return an image, decoded whole, with 8 bits a channel; raises as `open_image`, or BadImageError on damage.
 
     Of grey samples with more bits it keeps the highest 8, as Pillow does with those of colours; `convert` would clip
-    them at 255. `info["bits"]` tells their number, or is 0 where they are not more.
+    them at 255. With a `grey_range` its ends become 0 and 255, and samples beyond them too. `info["bits"]` tells the
+    number of bits, or is 0 where they are not more.
     """
     image = open_image(payload)
     bits = 16 if re.search(";16[BLN]|'RGB', 65535", str(image.tile)) else 0  # of colours, too
     with _blaming_bytes(image.width * image.height):
         image.load()
         image.info["bits"] = bits = grey_bits(image) or bits
-        return _scale_grey(image, bits) if image.mode[0] == "I" else image
+        return _scale_grey(image, bits, grey_range) if image.mode[0] == "I" else image
 
 
-def unused_range(source: Any) -> str:
-    """Return a warning if the images of more than 8 bits, of 16 looked at, use at most a quarter of their range."""
-    numbers, ends = numpy.linspace(0, len(source) - 1, 16, dtype=int).tolist(), []
-    for number in numbers if "://" not in source.where else ():  # a pack has 8 bits
+def _sample(source: Any, number: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the names and the bytes of some images, evenly spaced; none of a pack behind an address, or unreadable."""
+    numbers = numpy.unique(numpy.linspace(0, len(source) - 1, number, dtype=int)).tolist()
+    for each in numbers if "://" not in source.where else ():
         with contextlib.suppress(Exception):  # whoever needs the image names it
-            if not source.name(number).lower().endswith((".jpg", ".jpeg")):
-                image = load_image(source.read(number))
+            yield source.name(each).lower(), source.read(each)
+
+
+def unused_range(source: Any, how: Decoding) -> str:
+    """Return a warning if the images of more than 8 bits, of 16 looked at, use at most a quarter of their range."""
+    ends = []
+    for name, payload in _sample(source, 16):
+        with contextlib.suppress(Exception):
+            if not name.endswith((".jpg", ".jpeg")):
+                image = load_image(payload, how.grey_range)
                 ends += sum(to_mode(image).getextrema(), ()) if image.info["bits"] else ()
     low, high = min(ends, default=0), max(ends, default=255)
     share = f"{(high - low + 1) / 256:.0%} of their range: loaded, their pixels are {low} to {high} of 255"
-    return f"samples with more than 8 bits use {share}; scale 12-bit samples to 16 bits" if high - low <= 64 else ""
+    remedy = "--grey-range 0 4095 is for grey images of 12 bits"
+    return f"samples with more than 8 bits use {share}; {remedy}" if high - low <= 64 else ""
 
 
-def _scale_grey(image: Image.Image, bits: int) -> Image.Image:
-    samples = numpy.asarray(image) >> (bits - 8)
+def turned_share(source: Any, how: Decoding) -> str:
+    """Return a remark if some images, of 64 looked at, are stored turned, or an empty text."""
+    orientations = []
+    for _, payload in _sample(source, 64):
+        with contextlib.suppress(Exception):
+            orientations.append(orientation_of(payload))
+    num_turned = sum(each != 1 for each in orientations)
+    is_done = "they are turned" if how.exif else "without --exif they are read as stored, as torchvision does"
+    found = f"EXIF says to turn {num_turned} of {counted(len(orientations), 'image')} looked at"
+    return f"{found}; {is_done}" if num_turned else ""
+
+
+def _scale_grey(image: Image.Image, bits: int, grey_range: Sequence[int] | None) -> Image.Image:
+    samples = numpy.asarray(image)
+    if grey_range is None:
+        samples = samples >> (bits - 8)
+    else:
+        low, high = grey_range
+        samples = numpy.rint((samples.clip(low, high) - float(low)) * (255 / (high - low))).astype(numpy.int32)
     # Pillow inverts samples of 8 bits itself.
     is_white_zero = image.format == "TIFF" and image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
     scaled = Image.fromarray((255 - samples if is_white_zero else samples).astype(numpy.uint8))
@@ -243,24 +360,30 @@ def to_mode(image: Image.Image, mode: str = "RGB") -> Image.Image:
 
 
 def decode_plainly(
-    payload: bytes, box: tuple[int, int, int, int] | None = None, mode: str = "RGB", image: Image.Image | None = None
+    payload: bytes, box: Box | None = None, how: Decoding = AS_STORED, image: Image.Image | None = None
 ) -> Image.Image:
-    """Decode any image with Pillow and return it, or a box of it, in a mode of `MODES`, as `to_mode`.
+    """Decode any image with Pillow and return it, or a box of it, as `to_mode`; raises as `load_image`.
 
-    The box is left, top, right, bottom, px. `image` is the result of `load_image`, if it is there already. Raises as
-    `load_image`.
+    The box is one of the turned image. `image` is the result of `load_image`, if it is there already.
     """
-    image = image or load_image(payload)
+    image = image or load_image(payload, how.grey_range)
     with _blaming_bytes(image.width * image.height):
         is_keyed = image.format == "PNG" and image.mode in ("L", "RGB") and "transparency" in image.info
-        if mode == "RGBA" and is_keyed and payload[24] != 8:  # the bits of a sample
+        if how.mode == "RGBA" and is_keyed and payload[24] != 8:  # the bits of a sample
             remedy = "save it as an 8-bit PNG or with an alpha channel"
             raise BadImageError(
                 f"its transparent colour has {payload[24]} bits per channel, but only 8 are supported; {remedy}"
             )
-        if box is not None and box != (0, 0, *image.size):
-            image = image.crop(box)
-        return to_mode(image, mode)
+        orientation = _orientation(image) if how.exif else 1
+        stored = (0, 0, *image.size) if box is None else turned_box(box, image.size, orientation)
+        return to_mode(_cut(image, stored, orientation), how.mode)
+
+
+def _cut(image: Image.Image, box: Box, orientation: int) -> Image.Image:
+    """Return a box of a stored image, turned upright."""
+    if box != (0, 0, *image.size):
+        image = image.crop(box)
+    return image.transpose(_TURNS[orientation]) if orientation != 1 else image
 
 
 def _as_tensor(image: Image.Image) -> Tensor:
@@ -270,33 +393,35 @@ def _as_tensor(image: Image.Image) -> Tensor:
 
 
 class ImageFile:
-    """An image in memory with a known size, not decoded yet; raises as `open_image`."""
+    """An image in memory, not decoded yet, whose `size` as turned is known; raises as `open_image`."""
 
-    def __init__(self, payload: bytes) -> None:
-        self.payload, self.frame = payload, read_frame(payload)
+    def __init__(self, payload: bytes, how: Decoding = AS_STORED) -> None:
+        self.payload, self.how, self.frame = payload, how, read_frame(payload)
+        self.orientation = orientation_of(payload) if how.exif else 1
         if self.frame is None:
-            self.size = open_image(payload).size
+            size = open_image(payload).size
         else:
             check_num_pixels(self.frame.height, self.frame.width)
-            self.size = (self.frame.width, self.frame.height)
+            size = (self.frame.width, self.frame.height)
+        self.size = size if self.orientation <= 4 else size[::-1]
 
-    def decode(self, top: int, left: int, height: int, width: int, mode: str = "RGB") -> Tensor:
-        """Decode a box, px, in a mode of `MODES`; raises as `load_image`.
+    def decode(self, top: int, left: int, height: int, width: int) -> Tensor:
+        """Decode a box of the turned image, px; raises as `load_image`.
 
         Returns:
             (channels, height, width) uint8, a view of channels-last pixels: the same as if the whole file were decoded.
         """
-        box = (left, top, left + width, top + height)
+        box, mode = (left, top, left + width, top + height), self.how.mode
         if self.frame is not None:
-            payload, frame = shorten(self.payload, self.frame, top + height)
+            stored = turned_box(box, (self.frame.width, self.frame.height), self.orientation)
+            payload, frame = shorten(self.payload, self.frame, stored[3])
             own = "RGB" if frame.num_components == 3 else "L"
             try:
                 # Call Pillow's decoder directly: `Image.open` would parse the header again.
                 image = Image.frombytes(own, (frame.width, frame.height), payload, "jpeg", own, "")
-                if box != (0, 0, *image.size):
-                    image = image.crop(box)
+                image = _cut(image, stored, self.orientation)
                 return _as_tensor(image if mode == own else image.convert(mode))
             except (OSError, ValueError):
                 # The file is damaged: Pillow tells how, or decodes as much as it can.
                 _check_memory(self.size[0] * self.size[1])
-        return _as_tensor(decode_plainly(self.payload, box, mode))
+        return _as_tensor(decode_plainly(self.payload, box, self.how))

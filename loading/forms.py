@@ -2,12 +2,14 @@
 
 import numbers
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from errors import UserError, in_one_line, one_line
 from files import retry
-from loading.decode import unused_range
+from loading.decode import HEIC_REMEDY, can_read_heic
+from loading.index import ImageIndex
 from loading.lists import SEPARATORS, ListIndex
 from loading.remote import RemotePack, is_remote
 from loading.source import Source, list_folder
@@ -62,10 +64,13 @@ def check_source(root: Path) -> list[Source]:
     raise UserError(f"{data_path} has no {root.name}/; it must hold {layouts}{hint}")
 
 
-def open_named(option: str, text: str, separator: str | None = None, **remote: Any) -> tuple[str, Source]:
+def open_named(
+    option: str, text: str, separator: str | None = None, extensions: Sequence[str] | None = None, **remote: Any
+) -> tuple[str, Source]:
     """Return the name of NAME=DIR, which `option` gave, and its images, opened; UserError if there are none.
 
-    `remote` are arguments of `RemotePack`, for an address of a pack and the split's name.
+    `separator` and `extensions` are those of `open_source`; `remote` are arguments of `RemotePack`, for an address of a
+    pack and the split's name.
     """
     name, _, place = text.partition("=")
     if not name or not place:
@@ -82,13 +87,13 @@ def open_named(option: str, text: str, separator: str | None = None, **remote: A
             f"{option} {text}: {place} holds no images; give a folder with one folder for each class, a list, or the "
             "path of tars or of a pack, without the ending"
         )
-    return name, open_source(root, separator)
+    return name, open_source(root, separator, extensions)
 
 
-def open_source(root: Path, separator: str | None = None) -> Source:
+def open_source(root: Path, separator: str | None = None, extensions: Sequence[str] | None = None) -> Source:
     """Return the preferred source of a split, opened; its root is the data path and the split's name.
 
-    With a `separator` it is a list whose images have several labels.
+    With a `separator` it is a list whose images have several labels. `extensions` are further ones of images.
 
     Raises:
         UserError: the split is not there, cannot be an image folder, or is no list and needs to be one.
@@ -102,14 +107,11 @@ def open_source(root: Path, separator: str | None = None) -> Source:
         if not isinstance(source, ListIndex):
             raise UserError(f"--multi-label needs a list of labels, such as {root}.csv; {source.where} is not a list")
         source.separator = separator
-    return warn_of_range(source.open())
-
-
-def warn_of_range(source: Source) -> Source:
-    """Print a line if images of more than 8 bits would be loaded in nearly one tone; return the source."""
-    if words := unused_range(source):
-        print(one_line(f"{source.where}: {words}"))
-    return source
+    if extensions and isinstance(source, ImageIndex):
+        if {".heic", ".heif"} & {*extensions} and not can_read_heic():
+            raise UserError(f"--extensions {' '.join(extensions)} includes HEIC, {HEIC_REMEDY}")
+        source.extensions = (*source.extensions, *extensions)
+    return source.open()
 
 
 def open_split(folder: str, args: Any) -> Source:
@@ -120,14 +122,14 @@ def open_split(folder: str, args: Any) -> Source:
             raise UserError(f"--multi-label needs a list of labels; --data-path {args.data_path} is a pack")
         return RemotePack(args.data_path, name, **remote_options(args))
     if not split_custom(args.data_path or ""):
-        return open_source(Path(folder), args.multi_label)
+        return open_source(Path(folder), args.multi_label, args.extensions)
     with in_one_line(f"--data-path {args.data_path}"):
         source = load_function("data_path", args)(name)
         if not isinstance(source, Source) or not 0 < len(source) < 1 << 31:
             raise UserError(f"it returned {source!r:.80} for {name}; expected a Source of fewer than 2**31 images")
         _check_labels(source, args.multi_label)
         source.fingerprint()  # whose names may be no text
-    return warn_of_range(source)
+    return source
 
 
 def _check_labels(source: Source, separator: str | None) -> None:

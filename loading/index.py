@@ -16,7 +16,7 @@ import numpy
 from errors import UserError, counted, one_line
 from files import open_to_read, write_atomically
 from loading.progress import Progress
-from loading.source import IMG_EXTENSIONS, Source, digest, encoded
+from loading.source import IMG_EXTENSIONS, PHONE_EXTENSIONS, Source, digest, encoded
 
 # A file that changed less than this before it was read may have changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
@@ -103,6 +103,7 @@ class ImageIndex(ArraySource):
     """
 
     may_lack_classes = False  # whether a class may have no images
+    extensions = IMG_EXTENSIONS  # of the files that count as images
 
     def __init__(
         self, root: Path, where: Path | None = None, files: Sequence[Path] = (), class_list: Path | None = None
@@ -145,7 +146,7 @@ class ImageIndex(ArraySource):
     def _header(self) -> numpy.ndarray:
         """Return the header of this split's index; it differs for other versions, splits and lists of files."""
         files = [os.path.relpath(file, self.root.parent) for file in (*self.files, self.class_list) if file]
-        return encode([_FORMAT, self.root.name, self.form, *IMG_EXTENSIONS, *files])
+        return encode([_FORMAT, self.root.name, self.form, *self.extensions, *files])
 
     def _load(self, cache: Path) -> bool:
         """Use the index in a cache file if that is undamaged, of this split, and up to date; tell whether it was."""
@@ -169,7 +170,7 @@ class ImageIndex(ArraySource):
 
     def _scan(self) -> str:
         """Find the images; return why the index may not be cached, or an empty text. UserError for no valid split."""
-        scan = Scan(self.root.parent)
+        scan = Scan(self.root.parent, self.extensions)
         try:
             classes = self.scan(scan)
         except OSError as error:
@@ -180,7 +181,7 @@ class ImageIndex(ArraySource):
         if empty := [name for label, name in enumerate(classes) if label not in filled]:
             words = f"{counted(len(empty), 'class')} of {self.where}, such as {empty[0]}, without images"
             if not self.may_lack_classes:
-                raise UserError(f"{words} ({' '.join(IMG_EXTENSIONS)}); add some, or remove the folder, tar or name")
+                raise UserError(f"{words} ({' '.join(self.extensions)}); add some, or remove the folder, tar or name")
             print(one_line(words))
         self._use({"header": self._header(), "classes": encode(classes), **scan.arrays()})
         return scan.doubt
@@ -223,8 +224,8 @@ def _state(status: os.stat_result) -> list[int]:
 class Scan:
     """The images that a scan of a data path finds, folder by folder, and the states of all folders or files it read."""
 
-    def __init__(self, base: Path) -> None:
-        self.base = base
+    def __init__(self, base: Path, extensions: tuple[str, ...] = IMG_EXTENSIONS) -> None:
+        self.base, self.extensions = base, extensions
         self.watched, self.states = [], []
         self.doubt = ""  # why the scan may not be cached
         self.unread = []  # files in class folders that are no images by their names
@@ -294,7 +295,9 @@ class FolderIndex(ImageIndex):
             progress.update()
         check_hidden(root, [*map(encoded, classes), *(name for each in scan.names for name in each.tolist())])
         if scan.unread:
-            words = f"such as {scan.unread[0]}, whose extensions are not {' '.join(IMG_EXTENSIONS)}"
+            words = f"such as {scan.unread[0]}, whose extensions are not {' '.join(self.extensions)}"
+            more = sorted({*PHONE_EXTENSIONS} & {os.path.splitext(name)[1].lower() for name in scan.unread})
+            words += f"; --extensions {' '.join(more)} reads more of them" if more else ""
             print(one_line(f"{self.where}: {counted(len(scan.unread), 'file')} not read, {words}"))
         return classes
 
@@ -323,7 +326,7 @@ def _list_folder(path: str, scan: Scan) -> tuple[list[str], list[str]]:
     except OSError:  # a link leads in a circle
         folders = {entry.name for entry in entries if os.path.isdir(entry.path)}
     files = [entry.name for entry in entries if entry.name not in folders]
-    images = [name for name in files if name.lower().endswith(IMG_EXTENSIONS)]
+    images = [name for name in files if name.lower().endswith(scan.extensions)]
     if len(images) < len(files):
         others = [os.path.join(path, name) for name in sorted({*files} - {*images})]
         scan.unread += [other for other in others if os.path.basename(other)[0] != "."]

@@ -15,8 +15,9 @@ import numpy
 
 from errors import UserError, counted, did_you_mean, is_printable, one_line
 from files import open_to_read
+from loading.decode import HEIC_REMEDY, can_read_heic
 from loading.index import CLASSES, ImageIndex, Location, Scan, encode
-from loading.source import IMG_EXTENSIONS, Source, encoded
+from loading.source import PHONE_EXTENSIONS, Source, encoded
 
 # By the ending of a list, what separates its columns; each line of .jsonl is an object of its own.
 SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": None}
@@ -63,6 +64,11 @@ class ListIndex(ImageIndex):
         rows = [row for row in rows if self._check_path(*row)]
         if not rows:
             raise UserError(f"{self.where} lists no images of {self.root.name}")
+        heics = [path for _, path, _ in rows if path.lower().endswith((".heic", ".heif"))]
+        if heics and not can_read_heic():
+            raise UserError(
+                one_line(f"{self.where} lists {counted(len(heics), 'HEIC file')}, such as {heics[0]!r}, {HEIC_REMEDY}")
+            )
         if self.separator is None:
             classes, labels = number_labels(self, scan, [label for _, _, label in rows])
             folders = classes
@@ -100,8 +106,9 @@ class ListIndex(ImageIndex):
         reason = ""
         if ".." in path.split("/"):
             reason = "contains ..; give an absolute path"
-        elif not path.lower().endswith(IMG_EXTENSIONS):
-            reason = f"has none of the extensions {' '.join(IMG_EXTENSIONS)}; write the full file name"
+        elif not path.lower().endswith((*self.extensions, *PHONE_EXTENSIONS)):
+            known = " ".join((*self.extensions, *PHONE_EXTENSIONS))
+            reason = f"has none of the extensions {known}; write the full file name, or give --extensions"
         elif not os.path.isfile(os.path.join(self.root.parent, path)):
             reason = f"is not a file; paths are relative to {self.root.parent}, or absolute"
         if reason:

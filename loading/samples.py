@@ -28,7 +28,8 @@ class Samples:
         unread: names the first .json in a folder that holds no label.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, extensions: tuple[str, ...] = IMG_EXTENSIONS) -> None:
+        self.extensions = extensions
         self.images: dict[str, tuple[str, _Member]] = {}
         self.unlabelled = self.unread = ""
         self._images: list[_Member] = []
@@ -39,7 +40,7 @@ class Samples:
         stem, ending = os.path.splitext(path)
         if ending.lower() in LABELS:
             self._labels[stem][ending.lower()].append((path, location))
-        elif path.lower().endswith(IMG_EXTENSIONS):
+        elif path.lower().endswith(self.extensions):
             self._images.append((path, location))
 
     def read_labels(self, path: Path, file: BinaryIO) -> None:

@@ -16,6 +16,9 @@ from files import open_to_read
 # torchvision's, whose import would take seconds and half a gigabyte in a process that needs nothing else of it.
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
+# Those of phones, too, which ImageFolder does not read.
+PHONE_EXTENSIONS = (".avif", ".heic", ".heif")
+
 # 12 bytes for each of `decode.MAX_PIXELS`: a larger file can be no image, and would fill memory.
 _MAX_BYTES = 1 << 30
 

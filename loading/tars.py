@@ -15,7 +15,7 @@ from files import open_to_read, read_at
 from loading.index import CLASSES, REMOVE_FROM_TAR, ImageIndex, Location, Scan, check_hidden
 from loading.progress import Progress
 from loading.samples import LABELS, Samples
-from loading.source import IMG_EXTENSIONS, Source, check_num_bytes, digest, encoded, list_folder
+from loading.source import PHONE_EXTENSIONS, Source, check_num_bytes, digest, encoded, list_folder
 
 # The manifest that scripts/pack.py writes next to its shards, and the values by which it is recognised.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -38,6 +38,9 @@ class TarIndex(ImageIndex):
         self.form = form
         if _checksums(root.name, files[0].parent):
             self.pack = read_manifest(files[0].parent / PACK_MANIFEST).get("facts")
+            more = self.pack.get("extensions") if isinstance(self.pack, dict) else None
+            # Names keep the extensions that they had before.
+            self.extensions += (*PHONE_EXTENSIONS, *(each for each in more or () if isinstance(each, str)))
 
     @classmethod
     def find(cls, root: Path) -> list[Source]:
@@ -85,7 +88,7 @@ class TarIndex(ImageIndex):
         """Add the images of the folder that the tars would be extracted to, and return the classes."""
         num_bytes = sum(tar.stat().st_size for tar in self.files)
         progress = Progress(f"scanning {self.where}", total_bytes=num_bytes)
-        reader = _TarReader(self.root.name, progress)
+        reader = _TarReader(self.root.name, progress, self.extensions)
         for number, path in enumerate(self.files):
             with open_to_read(path) as file:
                 status = os.fstat(file.fileno())
@@ -242,11 +245,11 @@ class _TarReader:
     Names of members may begin with the folder `split_name`, those of class tars also with the class's name.
     """
 
-    def __init__(self, split_name: str, progress: Progress) -> None:
-        self.split_name, self.progress = split_name, progress
+    def __init__(self, split_name: str, progress: Progress, extensions: tuple[str, ...]) -> None:
+        self.split_name, self.progress, self.extensions = split_name, progress, extensions
         self.plain: _Found = {}  # by the names of members
         self.by_class: _Found = {}  # by the names of class tars
-        self.samples = Samples()
+        self.samples = Samples(extensions)
 
     def begin(self, path: Path, file: BinaryIO, number: int) -> None:
         """Read this tar from now on, which has this number among the tars."""
@@ -265,7 +268,7 @@ class _TarReader:
             *folders, name = [part for part in member.name.split("/") if part not in ("", ".")] or [""]
             if member.isdir():
                 yield "/".join([*folders, name]), "", member
-            elif not name.lower().endswith((*IMG_EXTENSIONS, ".tar", *LABELS)):
+            elif not name.lower().endswith((*self.extensions, ".tar", *LABELS)):
                 self.ignored += [] if member.isreg() else [member.name]
             elif member.isreg() and not member.issparse():
                 check_hidden(str(self.path), [encoded(member.name)], REMOVE_FROM_TAR)
@@ -284,7 +287,7 @@ class _TarReader:
             location = (self.number, member.offset_data, member.size)
             self.samples.add(f"{folder}/{name}".lstrip("/").removeprefix(f"{self.split_name}/"), location)
             images = self.plain.setdefault(folder, {})
-            if name.lower().endswith(IMG_EXTENSIONS):
+            if name.lower().endswith(self.extensions):
                 images[name] = location
 
     def scan_class(self, class_name: str, start: int, end: int) -> None:
@@ -295,7 +298,7 @@ class _TarReader:
             inner = f"{folder}/".removeprefix(f"{self.split_name}/{class_name}/").removeprefix(f"{class_name}/")
             within = f"{class_name}/{inner}".rstrip("/")
             self.samples.add(f"{within}/{name}", location)
-            if name.lower().endswith(IMG_EXTENSIONS):
+            if name.lower().endswith(self.extensions):
                 self.by_class.setdefault(within, {})[name] = location
 
     def folders(self) -> _Found:

@@ -16,7 +16,7 @@ from checkpointing.folder import PICTURES, own_files
 from distributed.collectives import all_gather
 from errors import attempt
 from files import write_atomically, write_json
-from loading.decode import decode_plainly
+from loading.decode import AS_STORED, decode_plainly
 from transforms import one_hot
 
 # A grid: number of images, columns, smallest and largest side of an image, and the least width of a cell; px.
@@ -174,7 +174,8 @@ class Pictures:
     def _draw_mistakes(self, found: Predictions) -> None:
         rows, names = find_mistakes(found), self.val.classes
         payloads = map(self.val.index.read, found.index[rows].tolist())
-        images = [ImageOps.fit(decode_plainly(payload), (SMALLEST_PX, SMALLEST_PX)) for payload in payloads]
+        how = getattr(self.val.transform, "decoding", AS_STORED)._replace(mode="RGB")
+        images = [ImageOps.fit(decode_plainly(each, how=how), (SMALLEST_PX, SMALLEST_PX)) for each in payloads]
         captions = [
             [f"{found.confidence[row]:.1%} {names[found.predicted[row]]}", f"is {names[found.target[row]]}"]
             for row in rows

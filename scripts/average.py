@@ -21,7 +21,7 @@ from loading.forms import open_source
 from loading.progress import Progress
 from models.build import autocast, move_to_device, set_up_device
 from scripts.predict import load_batches
-from scripts.tool import as_path, build_parser, output_file, positive, run, write_output
+from scripts.tool import add_train_option, as_path, build_parser, output_file, positive, run, write_output
 from scripts.trained import (
     add_machine_options,
     add_options,
@@ -145,7 +145,7 @@ def with_new_statistics(weights: Weights, options: argparse.Namespace) -> tuple[
         raise UserError(f"{source}: {trained.args.model} has no BatchNorm; leave out --reestimate-bn")
     args = tool_options(trained, options)
     root = Path(options.reestimate_bn) / "train"
-    images = IndexedImageFolder(root, trained.preset, source=open_source(root, args.multi_label))
+    images = IndexedImageFolder(root, trained.preset, source=open_source(root, args.multi_label, options.extensions))
     chosen = choose_images(len(images), options.images, args.batch_size)
     device = set_up_device(args)
     model = move_to_device(trained.model, args, device)
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--output", metavar="FILE", type=output_file(), required=True, help="the file to write")
     text = "re-estimate BatchNorm's statistics on its train/; as train.py's --data-path"
     parser.add_argument("--reestimate-bn", metavar="DATA_PATH", type=as_path, help=text)
+    add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
     text = "how many training images (default: 16,384)"
     parser.add_argument("--images", metavar="N", type=positive, default=16384, help=text)
     add_machine_options(parser)

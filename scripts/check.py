@@ -3,19 +3,18 @@
 import argparse
 import hashlib
 import re
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
-from PIL import ExifTags, Image
+from PIL import Image
 
 from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import retry
-from loading.decode import MODES, decode_plainly, load_image, resized_size, unused_range
+from loading.decode import MODES, Decoding, decode_plainly, load_image, orientation_of, resized_size, unused_range
 from loading.forms import open_source
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
@@ -40,7 +39,7 @@ KINDS = {
     "alpha": (False, "transparency, which train.py drops unless --in-chans is 4: hidden colours show"),
     "dark": (True, "samples of more than 8 bits use little of their range, so that images are of nearly one tone"),
     "deep": (False, "samples of more than 8 bits, of which the highest 8 are loaded"),
-    "turned": (False, "EXIF says to turn it, and neither train.py nor ImageFolder does"),
+    "turned": (False, "EXIF says to turn it, as train.py does with --exif, and ImageFolder does not"),
 }
 
 EPILOG = f"""\
@@ -75,17 +74,14 @@ class Inspection(NamedTuple):
     moments: numpy.ndarray | None
 
 
-def oddities(image: Image.Image) -> list[tuple[str, str]]:
-    """Return the harmless oddities of a decoded image."""
+def oddities(image: Image.Image, payload: bytes) -> list[tuple[str, str]]:
+    """Return the harmless oddities of a decoded image, and of its file's bytes."""
     found = []
     if image.has_transparency_data:
         found.append(("alpha", f"mode {image.mode}"))
     if image.info["bits"]:
         found.append(("deep", f"{image.info['bits']} bits"))
-    orientation = 1
-    with suppress(Exception):  # Pillow raises many kinds for damaged metadata, which is not read here
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    if orientation != 1:
+    if (orientation := orientation_of(payload)) != 1:
         found.append(("turned", f"EXIF orientation {orientation}"))
     return found
 
@@ -103,10 +99,11 @@ def inspect_images(splits: dict[str, Source], options: Any, images: list[tuple[s
         payload, measured = b"", None
         try:
             payload = retry(partial(splits[split].read, number))
-            found = oddities(image := load_image(payload))
+            image = load_image(payload, options.grey_range)
+            found = oddities(image, payload)
             if split == "val" or len(splits) == 1:  # evaluated, as are those of --minival
                 resized_size(image.height, image.width, resize_size)
-            image = decode_plainly(payload, None, MODES[options.statistics or 3], image)
+            image = decode_plainly(payload, None, Decoding(MODES[options.statistics or 3]), image)
             if options.statistics is not None and split == "train":
                 measured = moments(image)
         except BadImageError as error:
@@ -163,17 +160,18 @@ class Report:
         return {"healthy": self.is_healthy, "splits": self.splits, "findings": findings}
 
 
-def open_splits(
-    data_path: Path | str, names: tuple[str, ...], report: Report, separator: str | None = None
-) -> dict[str, Source]:
-    """Return the images of each split that can be opened, and report why the other splits cannot."""
+def open_splits(data_path: Path | str, names: tuple[str, ...], report: Report, *reading: Any) -> dict[str, Source]:
+    """Return the images of each split that can be opened, and report why the other splits cannot.
+
+    `reading` are the further arguments of `open_source`.
+    """
     if isinstance(data_path, Path) and not data_path.is_dir():
         raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/")
     splits = {}
     for name in names:
         try:
             is_folder = isinstance(data_path, Path)
-            splits[name] = open_source(data_path / name, separator) if is_folder else RemotePack(data_path, name)
+            splits[name] = open_source(data_path / name, *reading) if is_folder else RemotePack(data_path, name)
         except UserError as error:
             hint = "; --expect-val 0 checks train alone, for train.py --minival" if name == "val" and splits else ""
             report.add("set", name, None, f"{error}{hint}")
@@ -227,7 +225,7 @@ def look_at_all(splits: dict[str, Source], options: argparse.Namespace, report: 
     for name in splits:
         own = seen[[split == name for split, _ in images]]
         report.splits[name].update(looked_at=len(own), bytes=int(own[:, 1].sum()))
-        if words := unused_range(splits[name]):
+        if words := unused_range(splits[name], Decoding(grey_range=options.grey_range)):
             report.add("dark", name, None, f"{name}: {words}")
     if num_measured:
         mean, squares = sums / num_measured
@@ -281,6 +279,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     channels = {"type": int, "nargs": "?", "const": 3, "choices": BY_NAME["in_chans"].choices}
     add("--statistics", metavar="CHANNELS", help=words, **channels)
     add_train_option(parser, "val_resize_size", "as train.py's: images too long to be resized so are damaged")
+    add_train_option(parser, "grey_range", "as train.py's: grey samples that become black and white")
+    add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
     words = "write the report to FILE, with every finding"
     add("--json", metavar="FILE", type=output_file(".json"), help=words)
     add("--workers", metavar="N", type=positive, default=cores, help="processes (default: 1 per core)")
@@ -292,7 +292,7 @@ def check(options: argparse.Namespace) -> int:
     check_workers(options.workers)
     report = Report()
     names = ("train",) if options.expect_val == 0 else ("train", "val")
-    splits = open_splits(options.data_path, names, report, options.multi_label)
+    splits = open_splits(options.data_path, names, report, options.multi_label, options.extensions)
     check_set(splits, options, report)
     look_at_all(splits, options, report)
     report.show()

@@ -23,14 +23,13 @@ from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError, aligned, end_by, require_package, require_timm
 from files import as_csv
-from loading.decode import decode_plainly
+from loading.decode import Decoding, decode_plainly
 from loading.forms import open_named
 from loading.progress import Progress
 from loading.source import Source, labels_of
 from metrics import bootstrap_interval, calibration_error, image_numbers, rank_classes
 from models.build import FlipAverage, autocast, move_to_device, set_up_device, set_up_threads
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
-from presets import build_presets
 from scripts.report import draw_confusion, page, saved, show_images, table
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
 from scripts.trained import Trained, add_machine_options, add_options, open_from_options, tool_options
@@ -71,6 +70,7 @@ class ImageSet:
 
     Attributes:
         source: its images.
+        decoding: how a page shows them.
         given: its name in messages.
         words: the names or numbers of its classes in the model.
         labels: (N,) int64: the number of each image's class in the model.
@@ -78,7 +78,8 @@ class ImageSet:
         found_by: how the classes were found: `name`, `number`, `order` or `synset`.
     """
 
-    def __init__(self, name: str, source: Source) -> None:
+    def __init__(self, name: str, source: Source, decoding: Decoding) -> None:
+        self.decoding = decoding._replace(mode="RGB")
         self.name, self.source, self.given, self.words = name, source, f"--set {name}", source.classes
 
 
@@ -247,7 +248,9 @@ class Scores:
             n, hits = counts.total(), counts.pop(label, 0)
             others = ", ".join(f"{names[other]} ({count})" for other, count in counts.most_common(3))
             rows.append([names[label], n, 100 * hits / n, others])
-        images = show_images((decode_plainly(source.read(row)), words) for row, words in mistakes)
+        images = show_images(
+            (decode_plainly(source.read(row), how=self.set.decoding), words) for row, words in mistakes
+        )
         classes = table(["class", "images", "Acc@1, %", "most often taken for"], sorted(rows, key=lambda row: row[2]))
         return {f"{name}: mistakes, the surest first": images, f"{name}: classes": classes}
 
@@ -285,6 +288,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
     add_train_option(parser, "minival", text)
     add_train_option(parser, "minival_fold", "the fold of --minival (default: 0)")
+    add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
     parser.add_argument("--html", metavar="FILE", type=output_file(".html"), help="show mistakes and classes in a page")
     text = "count true and predicted classes in FILE.csv, or in a picture, a FILE.png that is not there yet"
     parser.add_argument("--confusion", metavar="FILE", type=output_file(".csv"), help=text)
@@ -325,10 +329,10 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
     sets = []
     for text in options.sets:
-        name, source = open_named("--set", text)
+        name, source = open_named("--set", text, extensions=options.extensions)
         if name == "minival":
             source, _ = data.hold_out(source, *part)
-        sets.append(ImageSet(name, source))
+        sets.append(ImageSet(name, source, trained.preset.decoding))
     return sets, number_classes(sets, trained, num_classes)
 
 
@@ -340,9 +344,9 @@ def evaluate(options: argparse.Namespace) -> None:
     num_classes = trained.count_classes()
     sets, names = open_sets(options, trained, num_classes)
     for each in sets:
-        data.note_pack(each.name, each.source, args.val_resize_size)
+        data.note_files(each.name, each.source, args, args.val_resize_size)
     set_up_threads(args.replaced(use_deterministic_algorithms=True))
-    preset = build_presets(args)[1]
+    preset = trained.preset
     images = [data.IndexedImageFolder(each.source.root, preset, source=each.source) for each in sets]
     # Before other threads start, such as the process group's: see `BatchLoader.start`.
     loaders = data.start_loaders(images, args)

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
-from PIL import Image, ImageFile, features
+from PIL import ExifTags, Image, ImageFile, features
 from PIL import __version__ as pillow_version
 
 from distributed import collectives
 from errors import ImageError, StorageError, UserError, counted, in_one_line, one_line
 from files import locked, open_to_read, retry, write_atomically
-from loading.decode import load_image, to_mode
+from loading.decode import load_image, orientation_of, to_mode
 from loading.forms import check_source, find_sources, open_source
 from loading.index import encode
 from loading.loader import check_workers
@@ -31,7 +31,18 @@ from loading.progress import Progress, size_text
 from loading.remote import encode_index, in_child, index_name, open_store, read_whole, retry_requests
 from loading.source import Source
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, parse_manifest
-from scripts.tool import as_json, as_path, as_place, build_parser, check_outside, in_order, make_out, positive, run
+from scripts.tool import (
+    add_train_option,
+    as_json,
+    as_path,
+    as_place,
+    build_parser,
+    check_outside,
+    in_order,
+    make_out,
+    positive,
+    run,
+)
 
 PROG = "python -m scripts.pack"
 
@@ -57,11 +68,11 @@ OUT gets train-000000.tar, ..., val-000000.tar, ... manifest.json (counts, sizes
 every shard into one folder gives back an image folder with the same names, classes and order. OUT may be the address of
 a bucket, s3://, gs:// or az://, to which every shard goes from memory; and a folder may be copied to a web server or a
 bucket as it is. train.py --data-path reads it there, by train.index.gz and val.index.gz (name, class, place and CRC-32
-of every image), which are written last. Every image is written as an RGB JPEG (4:2:0, no metadata, pixels as stored: an
-EXIF rotation is dropped and not applied). So scores differ: at 256 px EfficientNet-Lite0 has 87.3 instead of 88.3 on
-1,000 photographs, and pixels are 3 levels apart in the mean (docs/data.md). A name keeps its ending, even if x.png then
-holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool; `python -m scripts.check` names all
-of them beforehand.
+of every image), which are written last. Every image is written as an RGB JPEG (4:2:0, pixels as stored, no metadata but
+EXIF's orientation, by which train.py --exif turns images). So scores differ: at 256 px EfficientNet-Lite0 has 87.3
+instead of 88.3 on 1,000 photographs, and pixels are 3 levels apart in the mean (docs/data.md). A name keeps its ending,
+even if x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool; `python -m
+scripts.check` names all of them beforehand.
 
 After an interruption of any kind run the same command again: it continues after the last whole shard. The files are the
 same, byte for byte, however often it was interrupted and whatever the number of workers.
@@ -71,10 +82,10 @@ same, byte for byte, however often it was interrupted and whatever the number of
 class Split:
     """The images of one split, `train` or `val`, in ImageFolder's order."""
 
-    def __init__(self, data_path: Path, name: str) -> None:
+    def __init__(self, options: argparse.Namespace, name: str) -> None:
         self.name = name
-        self.root = data_path / name
-        self.source = open_source(self.root)
+        self.root = options.data_path / name
+        self.source = open_source(self.root, extensions=options.extensions)
         self.names = [self.source.name(number) for number in range(len(self.source))]
         self.sizes = [self.source.size(number) for number in range(len(self.source))]
         if self.source.classes != sorted(self.source.classes):
@@ -115,8 +126,11 @@ def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
     return shards
 
 
-def shrink(image: Image.Image, px: int) -> bytes:
-    """Return an image as a JPEG whose shorter side is at most `px`; the other is rounded down, as by torchvision."""
+def shrink(image: Image.Image, px: int, orientation: int = 1) -> bytes:
+    """Return an image as a JPEG whose shorter side is at most `px`; the other is rounded down, as by torchvision.
+
+    An EXIF orientation but 1 is written beside the pixels, which stay as they were stored.
+    """
     shorter = min(image.size)
     size = tuple(int(px * length / shorter) for length in image.size)
     image = to_mode(image)
@@ -126,11 +140,14 @@ def shrink(image: Image.Image, px: int) -> bytes:
     # Pillow's own buffer is too small for some images when it optimizes: it fails with "broken data stream".
     ImageFile.MAXBLOCK = max(1 << 16, 4 * image.width * image.height)
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=QUALITY, optimize=True, subsampling="4:2:0")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    kept = {} if orientation == 1 else {"exif": exif}
+    image.save(file, "JPEG", quality=QUALITY, optimize=True, subsampling="4:2:0", **kept)
     return file.getvalue()
 
 
-def pack_images(px: int, task: tuple[Source, range]) -> list[bytes]:
+def pack_images(options: argparse.Namespace, task: tuple[Source, range]) -> list[bytes]:
     """Return the new bytes of some images, in a worker.
 
     Raises:
@@ -139,8 +156,9 @@ def pack_images(px: int, task: tuple[Source, range]) -> list[bytes]:
     (source, numbers), packed = task, []
     for number in numbers:
         try:
-            image = load_image(retry(partial(source.read, number)))
-            packed.append(shrink(image, px))
+            payload = retry(partial(source.read, number))
+            image = load_image(payload, options.grey_range)
+            packed.append(shrink(image, options.short_side, orientation_of(payload)))
         except ImageError:
             raise
         except Exception as error:
@@ -249,11 +267,12 @@ class Pack:
 
     def __init__(self, options: argparse.Namespace, out: Folder | Bucket) -> None:
         self.options, self.out = options, out
-        self.splits = [Split(options.data_path, name) for name in options.splits]
+        self.splits = [Split(options, name) for name in options.splits]
         self.shards = plan_shards(self.splits, options.shard_mib * 2**20)
         self.records: dict[str, dict] = {}  # by file name
         self.places: dict[str, numpy.ndarray] = {}  # as `image_spans`, of the shards that this process wrote
-        self.facts = {"side": "short-side", "px": options.short_side, "quality": QUALITY}
+        self.facts = {"side": "short-side", "px": options.short_side, "quality": QUALITY, "exif": "kept"}
+        self.facts |= {"grey_range": options.grey_range, "extensions": options.extensions}
         self.facts |= {"splits": options.splits, "shard_mib": options.shard_mib, "pillow": pillow_version}
         self.facts["libjpeg of pillow"] = features.version("libjpeg_turbo") or features.version("jpg")
         for split in self.splits:
@@ -298,7 +317,7 @@ class Pack:
         num_images = sum(len(split.names) for split in self.splits)
         num_done = num_images - sum(shard.stop - shard.start for shard in missing)
         progress = Progress(f"packing into {self.out}", num_images, "images", first=num_done)
-        results = chain.from_iterable(in_order(partial(pack_images, options.short_side), tasks, options.workers))
+        results = chain.from_iterable(in_order(partial(pack_images, options), tasks, options.workers))
         for shard in missing:
             self.save()
             content, record = build_shard(shard, results, progress)
@@ -324,7 +343,11 @@ class Pack:
         columns = dict(zip(("offsets", "sizes", "crcs"), places[order].T, strict=True))
         columns |= {"shards": numbers[order], "labels": numpy.array([labels[keys[number][0]] for number in order])}
         names = encode(split.names[number] for number in order)
-        return encode_index({"classes": classes, "shards": facts, "px": self.facts["px"]}, names, columns)
+        return encode_index(
+            {"classes": classes, "shards": facts, **{key: self.facts[key] for key in ("px", "exif", "grey_range")}},
+            names,
+            columns,
+        )
 
     def _places(self, file: str) -> numpy.ndarray:
         """Return `image_spans` a shard; UserError if an earlier run's is not as it was written."""
@@ -398,6 +421,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     add("--short-side", metavar="PX", type=positive, required=True, help=words)
     words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"
     add("--shard-mib", metavar="MIB", type=positive, default=512, help=words)
+    add_train_option(parser, "grey_range", "as train.py's, which then reads the pack only with the same --grey-range")
+    add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
     add("--workers", metavar="N", type=positive, default=cores, help="processes that pack images (default: 1 per core)")
     return parser
 

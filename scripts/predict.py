@@ -18,16 +18,18 @@ from torch import Tensor
 from distributed import collectives
 from errors import BadImageError, UserError, counted, did_you_mean, one_line
 from files import as_csv, open_to_read
-from loading.decode import decode_plainly
+from loading.decode import AS_STORED, Decoding, decode_plainly
 from loading.lists import SEPARATORS, read_table, with_slashes
 from loading.progress import Progress
-from loading.source import IMG_EXTENSIONS
+from loading.source import IMG_EXTENSIONS, PHONE_EXTENSIONS
 from presets import ClassificationPresetEval
 from scripts.report import page, show_images, table
 from scripts.tool import as_json, as_path, build_parser, clean_stdout, output_file, positive, run, write_output
 from scripts.trained import add_machine_options, add_options, open_from_options, tool_options
 
 PROG = "python -m scripts.predict"
+
+_EXTENSIONS = (*IMG_EXTENSIONS, *PHONE_EXTENSIONS)
 
 EPILOG = """\
 examples:
@@ -73,9 +75,9 @@ def find_images(path: Path) -> Iterable[tuple[Path, str | None]]:
     found = []
     for folder, folders, names in os.walk(path):
         folders.sort()
-        found += [(Path(folder) / name, None) for name in sorted(names) if name.lower().endswith(IMG_EXTENSIONS)]
+        found += [(Path(folder) / name, None) for name in sorted(names) if name.lower().endswith(_EXTENSIONS)]
     if not found:
-        raise UserError(f"{path} holds no images ({' '.join(IMG_EXTENSIONS)})")
+        raise UserError(f"{path} holds no images ({' '.join(_EXTENSIONS)})")
     return found
 
 
@@ -118,15 +120,15 @@ def predict_all(
             yield each if isinstance(each, str) else Prediction(str(path), next(tops))
 
 
-def open_image(path: Path, mode: str = "RGB") -> Image.Image:
-    """Return the image in a file in a mode of `loading.decode.MODES`; refuse a pipe instead of waiting for it."""
+def open_image(path: Path, how: Decoding = AS_STORED) -> Image.Image:
+    """Return the image in a file; refuse a pipe instead of waiting for it."""
     with open_to_read(path, buffering=0) as file:
-        return decode_plainly(file.read(), mode=mode)
+        return decode_plainly(file.read(), how=how)
 
 
 def _load(preset: ClassificationPresetEval, path: Path) -> tuple[Path, Tensor | str]:
     try:
-        return path, preset(open_image(path, preset.mode))
+        return path, preset(open_image(path, preset.decoding))
     except (BadImageError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         return path, f"{one_line(str(path))} cannot be read: {one_line(str(reason))}"
@@ -167,7 +169,7 @@ def show(
 
 
 def write_page(
-    options: argparse.Namespace, predictions: list[tuple[Prediction, str | None]], *, is_ranked: bool
+    options: argparse.Namespace, predictions: list[tuple[Prediction, str | None]], how: Decoding, *, is_ranked: bool
 ) -> None:
     """Write `--html` from predictions and the images' own classes, one of which each has if it `is_ranked`."""
     is_right = [truth == each.top[0][0] for each, truth in predictions if truth is not None] if is_ranked else []
@@ -175,7 +177,8 @@ def write_page(
     facts += [["images of a known class", len(is_right)], ["right", sum(is_right)]] if is_right else []
     shown = sorted(predictions, key=lambda pair: pair[0].top[0][1])[:150]  # a page below 2 MB
     lines = [[*(f"{p:.1%} {name}" for name, p in each.top), f"is {truth}" if truth else ""] for each, truth in shown]
-    images = ((open_image(Path(each.file)), [each.file, *rest]) for (each, _), rest in zip(shown, lines, strict=True))
+    opened = (open_image(Path(each.file), how._replace(mode="RGB")) for each, _ in shown)
+    images = zip(opened, ([each.file, *rest] for (each, _), rest in zip(shown, lines, strict=True)), strict=True)
     title = f"{len(shown)} of {counted(len(predictions), 'image')}, the least sure first"
     write_output(options.html, page("Predictions", {"Result": table([], facts), title: show_images(images)}), "--html")
 
@@ -197,7 +200,7 @@ def predict(options: argparse.Namespace) -> int:
         predictions = [each for each in results if isinstance(each, Prediction)]
         if options.html is not None:
             pairs = [pair for pair in zip(results, truths, strict=True) if isinstance(pair[0], Prediction)]
-            write_page(options, pairs, is_ranked=not is_multi_label)
+            write_page(options, pairs, trained.preset.decoding, is_ranked=not is_multi_label)
         if options.csv is not None:
             pairs = zip(results, truths, strict=True)
             rows = [[each.file, truth, *chain(*each.top)] for each, truth in pairs if isinstance(each, Prediction)]

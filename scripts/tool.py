@@ -52,7 +52,7 @@ def add_train_option(parser: argparse.ArgumentParser, name: str, text: str) -> N
         option.check(value)
         return value
 
-    replace(option, help=text, default=None, type=parse).add_to(parser)
+    replace(option, help=text, default=None, type=bool if option.type is bool else parse).add_to(parser)
     parser.set_defaults(**{option.dest: None})
 
 

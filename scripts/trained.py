@@ -22,15 +22,16 @@ from models.trained import build_evaluated
 from presets import ClassificationPresetEval, build_presets
 from scripts.tool import add_train_option, positive
 from settings import config
-from settings.options import BY_NAME, PREPROCESSING, WHY_TYPED, is_same_model, split_custom
+from settings.options import BY_NAME, PREPROCESSING, WHY_TYPED, WITH_DEFAULT, is_same_model, split_custom
 
-# Format of the descriptions; its number changes when older readers would misread new descriptions.
-FORMAT = "touchstone-export-1"
+# Format of the descriptions; its number changes when older readers would misread new descriptions. The first lacked
+# `WITH_DEFAULT`.
+FORMAT, FORMATS = "touchstone-export-2", ("touchstone-export-1", "touchstone-export-2")
 
 # The fields of a description's `preprocessing` and the options that they hold.
 OPTIONS = {
     "resize_size": "val_resize_size", "crop_size": "val_crop_size", "interpolation": "interpolation",
-    "backend": "backend", "mean": "mean", "std": "std",
+    "backend": "backend", "mean": "mean", "std": "std", **{name: name for name in WITH_DEFAULT},
 }  # fmt: skip
 
 # The fields that are text already; files that can hold only text have the others as JSON.
@@ -209,7 +210,7 @@ def packed(description: dict[str, Any]) -> dict[str, str]:
 
 def _unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:
     """Return the description in a file's texts; UserError if there is none, or a damaged one."""
-    if texts.get("schema") != FORMAT:
+    if texts.get("schema") not in FORMATS:
         raise UserError(
             f"{source} does not say how its images are prepared and what its classes are; give a file that "
             "`python -m scripts.export` wrote"
@@ -226,8 +227,9 @@ def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
         description = {name: content[name] for name in _FIELDS}
         preprocessing = description["preprocessing"]
         for key, option in OPTIONS.items():
-            value = preprocessing[key]
-            if value is None or not BY_NAME[option].is_value(value):
+            value = preprocessing.get(key, BY_NAME[option].default) if key in WITH_DEFAULT else preprocessing[key]
+            is_empty = value is None and key not in WITH_DEFAULT
+            if is_empty or not BY_NAME[option].is_value(value):
                 raise UserError(f"{key} is {str(value)[:80]!r}")
             BY_NAME[option].check(value)
         if not len(preprocessing["mean"]) == len(preprocessing["std"]) in BY_NAME["in_chans"].choices:
@@ -247,7 +249,8 @@ def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
 
 def _options_in(description: dict[str, Any]) -> dict[str, Any]:
     """Return the options of train.py that a description holds."""
-    known = {option: description["preprocessing"][key] for key, option in OPTIONS.items()}
+    found = description["preprocessing"]
+    known = {option: found[key] for key, option in OPTIONS.items() if key in found}
     return {**known, "in_chans": len(known["mean"])}
 
 
@@ -259,10 +262,10 @@ def _find_description(path: Path) -> dict[str, Any] | None:
     if path.suffix == ".safetensors":
         with require_package("safetensors", str(path)).safe_open(str(path), framework="pt") as file:
             texts = file.metadata() or {}
-        return _unpacked(texts, str(path)) if texts.get("schema") == FORMAT else None
+        return _unpacked(texts, str(path)) if texts.get("schema") in FORMATS else None
     content = read_json(path.with_name(f"{_HASHED.sub('', path.stem)}.json"))
     files = content.get("files")
-    if content.get("schema") != FORMAT or not isinstance(files, dict) or path.name not in files:
+    if content.get("schema") not in FORMATS or not isinstance(files, dict) or path.name not in files:
         return None
     return checked(content, str(path))
 

@@ -47,9 +47,9 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.val_crop_size > args.val_resize_size and args.synthetic is None,
      "--val-crop-size {val_crop_size} is above --val-resize-size {val_resize_size}: images whose shorter side is "
      "resized to less than the crop are padded with black, as in torchvision"),
-    (lambda args: (args.freeze or args.freeze_below)
+    (lambda args: (args.freeze or args.freeze_below or args.freeze_epochs)
      and not (args.weights or args.resume or args.test_only or split_custom(args.model)),
-     "--freeze and --freeze-below without --weights train on the features of random weights"),
+     "--freeze, --freeze-below and --freeze-epochs without --weights train on the features of random weights"),
     (lambda args: args.label_smoothing and split_custom(args.criterion or ""),
      "--label-smoothing has no effect with --criterion {criterion}, a loss of your own"),
     (lambda args: args.balanced_sampler and args.class_weights == "balanced",
@@ -84,6 +84,10 @@ def _misnamed(texts: Sequence[str]) -> str | None:
 CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.data_path is None and args.synthetic is None and not args.dry_run,
      "--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data"),
+    (lambda args: next((each for each in args.extensions or () if each[0] != "."), ""),
+     "--extensions {found}: expected a dot and letters, such as .avif"),
+    (lambda args: args.grey_range and args.grey_range[0] >= args.grey_range[1],
+     "--grey-range {grey_range[0]} {grey_range[1]}: expected two numbers, the lower first"),
     (lambda args: (args.global_batch_size or 0) % args.batch_size
      and max(args.global_batch_size // args.batch_size, 1) * args.batch_size,
      "--global-batch-size {global_batch_size} is not a multiple of --batch-size {batch_size}; give {found}"),

@@ -35,7 +35,12 @@ INTERPOLATIONS = ["nearest", "nearest-exact", "bilinear", "bicubic", "box", "ham
 COMPILE_MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 # Options with a value for each channel; the preprocessing of an evaluation.
 STATISTICS = ("mean", "std")
-PREPROCESSING = ("val_resize_size", "val_crop_size", "interpolation", *STATISTICS)
+# Weights that do not tell the last ones, as those of other scripts, have their defaults.
+NEEDED, WITH_DEFAULT = (
+    ("val_resize_size", "val_crop_size", "interpolation", *STATISTICS),
+    ("crop_mode", "exif", "grey_range"),
+)
+PREPROCESSING = (*NEEDED, *WITH_DEFAULT)
 
 
 def _which_take(option: str, chooser: str = "lr_scheduler") -> str:
@@ -236,6 +241,16 @@ OPTIONS = {
         Option("--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
                help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
                     "torchvision's tensor resize (default: a fast decoder, usually within one grey level of pil)"),
+        Option("--extensions", metavar=".EXT", type=str.lower, nargs="+", not_with="synthetic",
+               help="further extensions of the images in folders and tars, such as .avif .heic (default: those of "
+                    "torchvision's ImageFolder); lists and predictions take .avif and .heic anyway"),
+        Option("--exif", default=False, is_of_checkpoint=True, not_with="synthetic",
+               help="turn images as their EXIF orientation says, in training, evaluation and all tools; phones store "
+                    "many sideways (default: as stored, as torchvision reads them)"),
+        Option("--grey-range", metavar=("LOW", "HIGH"), type=int, nargs=2, at_least=0, at_most=(1 << 16) - 1,
+               is_of_checkpoint=True, not_with="synthetic",
+               help="samples of grey images of more than 8 bits that become black and white, such as 0 4095 for 12 "
+                    "bits (default: the full range of their format)"),
         Option("--in-chans", metavar="N", default=3, choices=[1, 3, 4], is_of_checkpoint=True,
                resume="it is the width of the model's first layer",
                help="channels of an image: 1 grey, 3 colour, 4 with alpha (255 where a file has none); weights for "
@@ -256,6 +271,13 @@ OPTIONS = {
                help="shorter side of a resized image in evaluation, before the centre crop, in pixels"),
         Option("--val-crop-size", metavar="PX", default=224, at_least=1, at_most=16384, is_of_checkpoint=True,
                help="side of the centre crop in evaluation, in pixels"),
+        Option("--crop-mode", default="center", choices=["center", "squash", "border"], is_of_checkpoint=True,
+               help="evaluation: center crops, and hides the ends of long images; squash resizes both sides to "
+                    "--val-resize-size; border the longer one, and fills the rest with the mean colour; all then cut "
+                    "the centre (timm's crop modes; timm models have their own by default)"),
+        Option("--train-crop-mode", default="random", choices=["random", "whole"], not_with="synthetic",
+               needs="augment",
+               help="whole: training shows the whole image, squashed or with the border of --crop-mode border"),
         Option("--interpolation", default="bilinear", choices=INTERPOLATIONS, is_of_checkpoint=True,
                help="interpolation of every resize, in training and evaluation"),
         Option("--mean", metavar="F", type=float, nargs="+", at_least=0, at_most=1, is_of_checkpoint=True,
@@ -335,6 +357,9 @@ OPTIONS = {
                resume="the optimizer's state is that of the parameters that train",
                help="freeze all layers before this one, in evaluation mode: the name of a module, such as layer3, "
                     "blocks.5 or encoder.layers.encoder_layer_6, in the order of the model's parameters"),
+        Option("--freeze-epochs", default=0, at_least=0, not_with="freeze|freeze_below",
+               help="train only the classifier for N epochs, with all layers below it frozen and in evaluation mode, "
+                    "then the whole model"),
         Option("--stochastic-depth", metavar="P", type=float, at_least=0, at_most=1, not_with="freeze",
                help="stochastic depth: drop probability of the deepest block (default: the model's)"),
         Option("--dropout", metavar="P", type=float, at_least=0, at_most=1,

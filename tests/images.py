@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from tests.ranks import Outcome, run_ranks, strike_at
 
@@ -38,6 +38,14 @@ def write_split(root):
         (root / name).write_bytes(f"{name} holds this".encode() * number)
     (root / "stray.jpg").touch()
     return root
+
+
+def turn(path, orientation):
+    """Write an EXIF orientation into an image's file, whose pixels stay as they are."""
+    with Image.open(path) as image:
+        exif = image.getexif()
+        exif[ExifTags.Base.Orientation] = orientation
+        image.save(path, exif=exif, quality=95)
 
 
 def picture(width=150, height=110, mode="RGB"):

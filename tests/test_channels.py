@@ -16,7 +16,7 @@ from timm.models import adapt_input_conv
 from torchvision import transforms
 
 from errors import BadImageError, UserError
-from loading.decode import ImageFile, decode_plainly
+from loading.decode import Decoding, ImageFile, decode_plainly
 from models.build import build_model
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from settings import config
@@ -52,7 +52,7 @@ def test_pixels_are_torchvisions_of_pillows_conversion(name, in_chans):
             expected = transforms.Compose([*plain, transforms.PILToTensor()])(image)
             assert found.shape == expected.shape == (in_chans, 24, 24)
             assert (found.int() - expected.int()).abs().max() <= most
-    box = ImageFile(payload).decode(3, 5, 20, 20, MODES[in_chans])
+    box = ImageFile(payload, Decoding(MODES[in_chans])).decode(3, 5, 20, 20)
     assert torch.equal(box, transforms.functional.pil_to_tensor(image)[:, 3:23, 5:25])
 
 
@@ -61,18 +61,20 @@ def test_files_of_every_mode_become_grey_and_rgba():
         for payload, expected in row:
             if isinstance(expected, str) or "I;16" in name:
                 continue  # refused, and not as Pillow converts it
-            rgb, grey, rgba = (numpy.asarray(decode_plainly(payload, mode=mode)) for mode in ("RGB", "L", "RGBA"))
+            rgb, grey, rgba = (
+                numpy.asarray(decode_plainly(payload, how=Decoding(mode))) for mode in ("RGB", "L", "RGBA")
+            )
             assert numpy.array_equal(rgb, rgba[..., :3]), name
             assert "alpha" in name or "transparent" in name or "RGBa" in name or rgba[..., 3].min() == 255, name
             # That of ITU-R 601-2, as Pillow's page has it; Y itself may be of a colour outside of RGB.
             wanted = GREY if name == "`YCbCr`" else rgb @ numpy.array([0.299, 0.587, 0.114])
             assert numpy.abs(grey - wanted).max() <= 1, name
-    assert numpy.array_equal(decode_plainly(encoded(Image.fromarray(GREY16), "PNG"), mode="L"), GREY16 >> 8)
+    assert numpy.array_equal(decode_plainly(encoded(Image.fromarray(GREY16), "PNG"), how=Decoding("L")), GREY16 >> 8)
     # Pillow would compare such a colour with pixels of 8 bits.
     for keyed in (png(GREY16, 0, b"\x10\0"), png(FOUR.astype(numpy.uint16)[..., :3] * 257, 2, b"\0\x10" * 3)):
-        decode_plainly(keyed, mode="L")
+        decode_plainly(keyed, how=Decoding("L"))
         with pytest.raises(BadImageError, match="transparent colour has 16 bits"):
-            decode_plainly(keyed, mode="RGBA")
+            decode_plainly(keyed, how=Decoding("RGBA"))
 
 
 def resolved(*words):

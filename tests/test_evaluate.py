@@ -16,6 +16,7 @@ from PIL import Image
 
 from data import IndexedImageFolder
 from errors import UserError
+from loading.decode import AS_STORED
 from loading.index import ArraySource
 from metrics import bootstrap_interval, calibration_error, rank_classes
 from models.build import build_model
@@ -255,7 +256,7 @@ def image_set(name: str, words: list[str]) -> ImageSet:
     """Return a set of class folders with these names and one image each."""
     source = ArraySource(Path())
     source.classes, source.labels = words, numpy.arange(len(words))
-    return ImageSet(name, source)
+    return ImageSet(name, source, AS_STORED)
 
 
 def found(each: ImageSet, names: list[str] | None, num_classes: int, sets=(), *, script="torchvision"):

@@ -88,6 +88,7 @@ def test_safetensors_hold_the_same_weights_and_say_what_they_are(exported):
     assert preprocessing == {
         "resize_size": 40, "crop_size": 32, "interpolation": "bicubic", "backend": "pil",
         "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225],
+        "crop_mode": "center", "exif": False, "grey_range": None,
     }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def pictures_of(folder, images, *, step=3, bests=None):
     run.bests = {"best": bests}
     run.best_now = ["best"] if bests and bests["step"] == step else []
     index = open_source(images)
-    return pictures.Pictures(folder, run, None, SimpleNamespace(index=index, classes=index.classes))
+    return pictures.Pictures(folder, run, None, SimpleNamespace(index=index, classes=index.classes, transform=None))
 
 
 def evaluate(drawing):

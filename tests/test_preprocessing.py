@@ -8,9 +8,8 @@ import pytest
 import timm
 import torch
 import torchvision
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.nn import functional as F
-from torchvision import transforms
 
 import data
 from checkpointing.archive import load_checkpoint
@@ -22,7 +21,7 @@ from scripts.trained import open_trained
 from settings import config
 from tests.exports import refused as refused_tool
 from tests.exports import run_tool
-from tests.images import write_images
+from tests.images import turn, write_images
 from tests.started import refused, run_train
 
 TIMMS = "timm/tiny_test"
@@ -30,9 +29,11 @@ TIMMS = "timm/tiny_test"
 CONFIGURED = {"resize": 168, "crop": 160, "interpolation": "bicubic", "mean": [0.5] * 3, "std": [0.5] * 3}
 CHOSEN = {
     "resize": 37, "crop": 31, "interpolation": "lanczos", "mean": [0.1, 0.2, 0.3], "std": [0.9, 0.25, 0.6],
+    "crop_mode": "border", "exif": True,
 }  # fmt: skip
 OPTIONS = (
-    "--val-resize-size 37 --val-crop-size 31 --interpolation lanczos --mean 0.1 0.2 0.3 --std 0.9 0.25 0.6".split()
+    "--val-resize-size 37 --val-crop-size 31 --interpolation lanczos --mean 0.1 0.2 0.3 --std 0.9 0.25 0.6 "
+    "--crop-mode border --exif".split()
 )
 FLAGS = ["--val-resize-size", "--val-crop-size", "--interpolation", "--mean", "--std"]
 MACHINE = ["--workers", "0", "--device", "cpu"]
@@ -58,9 +59,11 @@ def settled(module, generator):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return a folder with images, a bare state dict of timm's model, and one of a user's own."""
+    """Return a folder with images as phones store them, a state dict of timm's model, and one of a user's own."""
     folder = tmp_path_factory.mktemp("made")
     write_images(folder / "images", {"train": [6, 6, 6], "val": [4, 5, 3]}, size=(230, 190))
+    for number, path in enumerate(sorted((folder / "images").rglob("*.jpg"))):
+        turn(path, number % 8 + 1)
     (folder / "net.py").write_text(SOURCE)
     generator, own = torch.Generator().manual_seed(4), {}
     exec(SOURCE, own)
@@ -72,14 +75,14 @@ def made(tmp_path_factory):
 
 
 def plain(model, folder, values):
-    """Return each image's probabilities by torchvision's transforms, by its path, and the mean loss and Acc@1."""
-    steps = [
-        transforms.Resize(values["resize"], transforms.InterpolationMode(values["interpolation"])),
-        transforms.CenterCrop(values["crop"]), transforms.ToTensor(),
-        transforms.Normalize(values["mean"], values["std"]),
-    ]  # fmt: skip
+    """Return each image's probabilities by timm's transforms, by its path, and the mean loss and Acc@1."""
+    steps = timm.data.create_transform(
+        (3, values["crop"], values["crop"]), interpolation=values["interpolation"], mean=values["mean"],
+        std=values["std"], crop_pct=values["crop"] / (values["resize"] + 0.5), crop_mode=values.get("crop_mode"),
+    )  # fmt: skip
+    turned = ImageOps.exif_transpose if values.get("exif") else lambda image: image
     paths = sorted((folder / "images" / "val").rglob("*.jpg"))
-    images = torch.stack([transforms.Compose(steps)(Image.open(path)) for path in paths])
+    images = torch.stack([steps(turned(Image.open(path))) for path in paths])
     labels = torch.tensor([int(path.parent.name[-1]) for path in paths])
     with torch.no_grad():
         scores = model(images).double()
@@ -90,7 +93,8 @@ def plain(model, folder, values):
 def in_json(values, origin):
     return {
         "val_resize_size": values["resize"], "val_crop_size": values["crop"], "interpolation": values["interpolation"],
-        "mean": values["mean"], "std": values["std"], "origin": origin,
+        "mean": values["mean"], "std": values["std"], "crop_mode": values.get("crop_mode", "center"),
+        "exif": values.get("exif", False), "grey_range": None, "origin": origin,
     }  # fmt: skip
 
 
@@ -257,7 +261,7 @@ def test_weights_that_fit_and_mean_something_else_are_refused(made, tmp_path):
     assert "preprocessing" in refused_tool(run_tool(tmp_path, "average", *pair, code=2)[0], "average")
 
 
-def test_what_a_file_says_and_cannot_be_used_is_refused_and_what_is_not_followed_is_named():
+def test_what_a_file_says_and_cannot_be_used_is_refused_and_timms_crop_mode_is_followed():
     args = config.parse_args(["--model", "resnet18", "--test-only", "--weights", "x.pth", "--synthetic"])
     for name, value in [("interpolation", "cubic"), ("val_crop_size", "224"), ("mean", 0.5), ("std", [1, 1])]:
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} "):
@@ -266,7 +270,11 @@ def test_what_a_file_says_and_cannot_be_used_is_refused_and_what_is_not_followed
     weights.script, weights.kind, weights.file = "timm", "the raw weights", "x.pth"
     weights.options = {"model": "timm/resnet18", "crop_mode": "squash"}
     add_published_options(weights, "timm/resnet18")
-    assert "squash" in weights.origin
+    assert weights.options["crop_mode"] == "squash"
+    weights.options = {"model": "timm/resnet18", "crop_mode": "other"}
+    add_published_options(weights, "timm/resnet18")
+    with pytest.raises(UserError, match="holds --crop-mode other, which cannot be used; give --crop-mode"):
+        choose_preprocessing(args, "x.pth", weights.options)
 
 
 VIT = "timm/test_vit"  # timm's config says 0.5 for both, and 160 pixels
