@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,8 @@ from errors import ImageError, PreemptedError, StorageError, UserError, counted,
 from files import write_atomically
 from metrics import Accuracy, Metric, Tally
 from models import gradients, optim
+from models.build import classifier_layers
+from models.freezing import ClassifierFirst, set_training_mode
 from models.gradients import ShardedStep
 from monitoring.console import first_lines, last_lines, log
 from monitoring.gauges import Clock, Gauges
@@ -57,6 +59,10 @@ class Steps:
     def loss_scale(self) -> float:
         """Factor of each shard's mean loss."""
         return self.sharded_step.loss_scale
+
+    def begin_epoch(self, model: nn.Module, epoch: int) -> None:
+        """Switch the model to training mode."""
+        set_training_mode(model)
 
     def shard(self, shard: int) -> AbstractContextManager:
         """Return the context for the forward and backward pass of one micro-batch of the present step."""
@@ -124,11 +130,16 @@ class Run(Steps):
         sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
         super().__init__(sharded_step, Tally(metrics, sampler.shards.num_local))  # the tally of a line
         self.lr_scheduler = optim.LRScheduler(args, parts["optimizer"])
+        ends = classifier_layers(self.model, len(datasets[1].classes)) if args.freeze_epochs else []
+        self.classifier_first = ClassifierFirst(self.model, ends, args.freeze_epochs, is_ddp=model is not self.model)
         self.window, self.epoch_tally = Tally(metrics), Tally(metrics)  # of a record, of an epoch
         scaler = parts.get("scaler")
+        optimizer = parts["optimizer"]
+        self.trained = optim.TrainedWeights(self.model, optimizer) if optim.has_two_weights(optimizer) else None
         parts = {
             **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.window,
             "log_epoch": self.epoch_tally, "scaler": scaler if scaler and scaler.is_enabled() else None,
+            "trained_weights": self.trained,
         }  # fmt: skip
         facts = run_facts(args, *datasets)
         facts["hashes"] = find_hashes(args, facts["data"], self.model, resumed)
@@ -276,6 +287,15 @@ class Run(Steps):
 
     # Around a step
 
+    def begin_epoch(self, model: nn.Module, epoch: int) -> None:
+        """Switch the model to training mode, but for the layers that are frozen in this epoch."""
+        self.classifier_first.begin(model, epoch)
+
+    def finish_gradients(self) -> None:
+        """Make every gradient the mean over all shards, but drop those of frozen layers. Collective."""
+        super().finish_gradients()
+        self.classifier_first.drop_gradients()
+
     def steps(self, num_batches: int) -> range:
         """Return the steps of the epoch that are left."""
         return range(self.state.steps, self.state.steps_per_epoch)
@@ -332,6 +352,10 @@ class Run(Steps):
         raise PreemptedError(f"{done}, saved in {time.perf_counter() - start:.1f} s")
 
     # Around an evaluation
+
+    def evaluated_weights(self) -> AbstractContextManager:
+        """Return the context in which the model has the weights that its optimizer evaluates: usually the same."""
+        return nullcontext() if self.trained is None else self.trained.set_aside()
 
     def evaluated(self, kind: str, data_loader: Any) -> tuple[WatchedLoader, Callable[..., None]]:
         """Return a loader on which all ranks stop at the same batch after a signal, and the observer of its outputs."""
@@ -404,7 +428,9 @@ class Run(Steps):
             raise self.failure(f"{overflow}: gradients overflow float16 at every step (try --amp-dtype bfloat16)")
         self.wait_for_save()
         self.saving = self.position
-        if self.manager.save(self.state, records=self.monitor.sync(), is_last=is_last):
+        with self.evaluated_weights():
+            is_saved = self.manager.save(self.state, records=self.monitor.sync(), is_last=is_last)
+        if is_saved:
             self.saved = self.saving
         self.watchdog.beat()
 

@@ -10,6 +10,7 @@ if __name__ == "__main__":
     ARGS = read_command_line()
 
 from argparse import Namespace
+from contextlib import nullcontext
 
 import torch
 
@@ -27,8 +28,7 @@ from errors import PreemptedError, UserError, end_by, end_process
 from metrics import Accuracy, Tally, build_metrics, check_count, image_numbers, result_line
 from models import build, gradients, optim
 from models.ema import build_ema
-from models.losses import build_criterion
-from models.teacher import add_distillation
+from models.teacher import build_loss
 from models.trained import load_evaluated
 from monitoring.console import hash_line, log
 from monitoring.preview import preview
@@ -61,8 +61,8 @@ def train_one_epoch(
     """
     args = Namespace(**{**defaults(), "amp": scaler is not None, **vars(args)})
     device = torch.device(device)
-    build.set_training_mode(model)
     run = run or BareRun(model, device)
+    run.begin_epoch(model, epoch)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
     metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
     batches, numbers = metric_logger.timed(run.watched(data_loader)), image_numbers(data_loader)
@@ -163,14 +163,15 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
     These are the sets' names, with _ema for the average. The lines of `val` do not name their set.
     """
     results = {}
-    for name, data_loader in loaders.items():
-        for kind, scored, suffix in [(name, model, ""), (f"{name}_ema", model_ema, "EMA")]:
-            if scored is not None:
-                scored = build.FlipAverage(scored) if args.eval_flip else scored
-                label = suffix if name == "val" else f"{name} {suffix}".rstrip()
-                loader, observe = run.evaluated(kind, data_loader) if run else (data_loader, None)
-                with build.autocast(args, device):
-                    results[kind] = measure(scored, criterion, loader, device, 100, label, metrics, observe)
+    with run.evaluated_weights() if run else nullcontext():
+        for name, data_loader in loaders.items():
+            for kind, scored, suffix in [(name, model, ""), (f"{name}_ema", model_ema, "EMA")]:
+                if scored is not None:
+                    scored = build.FlipAverage(scored) if args.eval_flip else scored
+                    label = suffix if name == "val" else f"{name} {suffix}".rstrip()
+                    loader, observe = run.evaluated(kind, data_loader) if run else (data_loader, None)
+                    with build.autocast(args, device):
+                        results[kind] = measure(scored, criterion, loader, device, 100, label, metrics, observe)
     return results
 
 
@@ -262,7 +263,7 @@ def main(args):
     weights = None if state else start_weights(args, datasets[1])
     model_without_ddp = build.move_to_device(build.build_model(args, loading.num_classes, weights), args, device)
     model_ema = build_ema(args, model_without_ddp)
-    criterion = add_distillation(build_criterion(args, datasets[0]), args, model_without_ddp, datasets[1])
+    criterion = build_loss(args, model_without_ddp, *datasets[:2])
     metrics = build_metrics(args, loading.num_classes)
     if args.test_only:
         model_ema = load_evaluated(args, model_without_ddp, state)

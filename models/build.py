@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from files import own_temporary_folder
+from models.freezing import freeze_below, freeze_below_classifier, set_training_mode
 from settings.custom_code import check_code, load_function, parse_kwargs
 from settings.options import BY_NAME, split_custom
 
@@ -98,9 +98,7 @@ def build_model(
         fill = None if args.test_only else args.classifier_init
         load_matching(model, weights, source, build, num_classes, classifier_init=fill)
     if args.freeze:
-        ends = classifier_layers(model, num_classes)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.rpartition(".")[0] in ends)
+        freeze_below_classifier(model, classifier_layers(model, num_classes))
     elif args.freeze_below:
         freeze_below(model, args.freeze_below)
     if split_custom(args.model):
@@ -300,8 +298,26 @@ def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> 
         ):
             output = _score_zeros(model, (num_images, args.in_chans, side, side))
             if num_classes is not None:
-                _check_scores(output, (num_images, num_classes))
+                _check_scores(output, (num_images, num_classes), args)
+            if split == "val" and not isinstance(output, Tensor):
+                model.register_forward_hook(_leave_scores)
     model.train()
+
+
+def _leave_scores(model: nn.Module, _: tuple, output: Any) -> Any:
+    """Reduce the output of a model in evaluation mode to its scores: a hook of models that return a tuple there."""
+    return output if model.training or isinstance(output, Tensor) else output[0]
+
+
+def further_outputs(model: nn.Module, args: Any, num_images: int) -> tuple:
+    """Return what a model returns beside the scores in training, for black images; its state stays as it is."""
+    set_training_mode(model)
+    state = {name: each.detach().clone() for name, each in (*model.named_parameters(), *model.named_buffers())}
+    side, device = args.train_crop_size, next(model.parameters()).device
+    with torch.no_grad(), torch.random.fork_rng([]):
+        images = torch.zeros(num_images, args.in_chans, side, side, device=device)
+        output = torch.func.functional_call(model, state, images)
+    return () if isinstance(output, Tensor) else tuple(output[1:])
 
 
 def _score_zeros(model: nn.Module, shape: tuple[int, ...]) -> Any:
@@ -321,14 +337,21 @@ def _score_zeros(model: nn.Module, shape: tuple[int, ...]) -> Any:
         return score("cpu")  # a few models can only run with memory
 
 
-def _check_scores(output: Any, shape: tuple[int, int]) -> None:
-    """Raise UserError if a model's output is no tensor of float32 scores of a shape."""
+def _check_scores(output: Any, shape: tuple[int, int], args: Any) -> None:
+    """Raise UserError if a model's output is neither float32 scores of a shape nor a tuple that begins with them."""
+    if isinstance(output, tuple | list) and output:
+        if not args.test_only and not split_custom(args.criterion or ""):
+            raise UserError(
+                f"its output is a {type(output).__name__} of {len(output)}, which needs a loss of your own: give "
+                "--criterion FILE.py:FUNCTION"
+            )
+        output = output[0]
     is_tensor = isinstance(output, Tensor)
     if not is_tensor or output.dtype != torch.float32 or output.shape != shape:
         found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
         raise UserError(
             f"its output for {counted(shape[0], 'image')}, built with num_classes={shape[1]} to try it, is {found}; "
-            f"expected float32 scores of {shape}"
+            f"expected float32 scores of {shape}, or a tuple that begins with them"
         )
 
 
@@ -361,34 +384,6 @@ def count_classes(model: nn.Module, weights: Mapping[str, Tensor], num_classes: 
     """Return the number of classes of a state dict's classifier; `num_classes`, the model's, if it has none."""
     head = weights.get(f"{classifier_layers(model, num_classes)[-1]}.weight")
     return num_classes if head is None or not head.ndim else len(head)
-
-
-def freeze_below(model: nn.Module, layer: str) -> None:
-    """Freeze all parameters before those of a layer, in their order; UserError if it has none, or none before it."""
-    names = [name for name, _ in model.named_parameters()]
-    first = next((index for index, name in enumerate(names) if f"{name}.".startswith(f"{layer}.")), 0)
-    if not first:
-        # Of numbered layers the outermost, such as layer1 and encoder.layers.encoder_layer_0.
-        numbered = {name: re.match(r".*?\d(?=\.)", name) for name in names}
-        layers = dict.fromkeys(found[0] if found else name.rpartition(".")[0] for name, found in numbered.items())
-        raise UserError(
-            f"--freeze-below {layer}: expected a layer with others before it; there are "
-            f"{', '.join(filter(None, layers))}, and their sublayers"
-        )
-    for parameter in list(model.parameters())[:first]:
-        parameter.requires_grad_(False)
-
-
-def set_training_mode(model: nn.Module) -> None:
-    """Switch a model to training mode, but leave modules whose parameters are all frozen in evaluation mode.
-
-    BatchNorm would otherwise keep updating its statistics there, and dropout would blur frozen features.
-    """
-    model.train()
-    for module in model.modules():
-        parameters = list(module.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
-            module.eval()
 
 
 def load_matching(

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from errors import UserError, counted, did_you_mean, in_one_line
 from loading.lists import read_table
 from loading.source import count_classes
 from metrics import example_targets
-from models.build import AUXILIARY_WEIGHTS
+from models.build import AUXILIARY_WEIGHTS, further_outputs
 from settings.choices import LOSSES
 from settings.custom_code import load_function
 from settings.options import split_custom
@@ -142,12 +143,15 @@ class AuxiliaryLoss(nn.Module):
         return self.criterion(main, target) + self.weight * torch.stack(losses).sum()
 
 
-def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
-    """Return the loss of the options; `--class-weights` weighs the classes of `train`. UserError if it is none."""
+def build_criterion(args: Any, train: Dataset | None = None, model: nn.Module | None = None) -> nn.Module:
+    """Return the loss of the options; `--class-weights` weighs the classes of `train`. UserError if it is none.
+
+    A loss of the user's own is tried on outputs of the `model`, which may be tuples that begin with the scores.
+    """
     name = args.criterion or ("bce" if args.bce_loss else "cross_entropy")
     build = load_function("criterion", args, name)
     if split_custom(name):
-        criterion = _build_own(args, build, 0 if train is None else len(train.classes))
+        criterion = _build_own(args, build, 0 if train is None else len(train.classes), model)
     else:
         weight = class_weights(args, train) if args.class_weights and train is not None else None
         criterion = build(**{option: getattr(args, option) for option in LOSSES[name].options}, weight=weight)
@@ -155,7 +159,7 @@ def build_criterion(args: Any, train: Dataset | None = None) -> nn.Module:
     return criterion if weight is None else AuxiliaryLoss(criterion, weight)
 
 
-def _build_own(args: Any, build: Callable[[], Any], num_classes: int) -> Any:
+def _build_own(args: Any, build: Callable[[], Any], num_classes: int, model: nn.Module | None) -> Any:
     """Return a loss of the user's own, tried on some scores of that many classes; UserError if it is none."""
     with in_one_line(f"--criterion {args.criterion}"):
         torch.manual_seed(args.seed)  # in a resumed run too
@@ -163,15 +167,25 @@ def _build_own(args: Any, build: Callable[[], Any], num_classes: int) -> Any:
         if not callable(criterion):
             raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
         for target in example_targets(args, num_classes) if num_classes else []:
-            _check_loss(criterion, torch.arange(target.shape[0] * num_classes).view(-1, num_classes).cos(), target)
+            scores = torch.arange(target.shape[0] * num_classes).view(-1, num_classes).cos()
+            more = further_outputs(model, args, len(scores)) if model is not None and split_custom(args.model) else ()
+            for output in [scores, (scores, *more)] if more else [scores]:
+                _check_loss(criterion, output, target)
     return criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
 
 
-def _check_loss(criterion: Any, output: Tensor, target: Tensor) -> None:
+def _check_loss(criterion: Any, output: Tensor | tuple, target: Tensor) -> None:
     """Refuse a loss of the user's own that is no mean, has no gradient, or has numbers that nobody trains or saves."""
+
+    def repeated(part: Any) -> Any:
+        is_batch = isinstance(part, Tensor) and part.shape[:1] == target.shape[:1]
+        part = torch.cat([part] * 3) if is_batch else part
+        return part.requires_grad_() if is_batch and part.is_floating_point() else part
+
     trial = copy.deepcopy(criterion)
-    with in_one_line(f"targets of shape {tuple(target.shape)}"):
-        loss, thrice = trial(output, target), trial(output.repeat(3, 1).requires_grad_(), torch.cat([target] * 3))
+    kind = "scores" if isinstance(output, Tensor) else f"a tuple of {len(output)}, as the model returns in training,"
+    with in_one_line(f"{kind} and targets of shape {tuple(target.shape)}"):
+        loss, thrice = trial(output, target), trial(tree_map(repeated, output), torch.cat([target] * 3))
     is_loss = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point() and thrice.requires_grad
     if not is_loss or (loss and thrice.isclose(3 * loss)):
         found = f"{loss!r:.40}, and of three copies {thrice!r:.40}"

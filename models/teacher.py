@@ -11,6 +11,7 @@ from checkpointing.guard import compare_classes, find_disorder
 from checkpointing.published import fetch_by_name
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from errors import UserError, find_timm_config, in_one_line
+from models.losses import build_criterion
 from models.trained import build_evaluated
 from settings import config
 from settings.options import WHY_TYPED, is_same_model, split_custom
@@ -69,11 +70,12 @@ class Distillation(nn.Module):
         return (1 - self.alpha) * self.criterion(output, target) + self.alpha * loss
 
 
-def add_distillation(criterion: nn.Module, args: config.Resolved, student: nn.Module, val: Dataset) -> nn.Module:
-    """Return the criterion, with a `Distillation` around it for training with `--teacher`; UserError for a misfit.
+def build_loss(args: config.Resolved, student: nn.Module, train: Dataset | None, val: Dataset) -> nn.Module:
+    """Return the loss of `build_criterion`, in a `Distillation` for training with `--teacher`; UserError for a misfit.
 
     `student` is the bare model on its device; the classes' names are those of the validation set `val`.
     """
+    criterion = build_criterion(args, train, student)
     if args.teacher is None or args.test_only:
         return criterion
     memory_format = torch.channels_last if args.channels_last else torch.preserve_format

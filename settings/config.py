@@ -49,7 +49,7 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "resized to less than the crop are padded with black, as in torchvision"),
     (lambda args: (args.freeze or args.freeze_below or args.freeze_epochs)
      and not (args.weights or args.resume or args.test_only or split_custom(args.model)),
-     "--freeze, --freeze-below and --freeze-epochs without --weights train on the features of random weights"),
+     "--freeze and options like it without --weights train on the features of random weights"),
     (lambda args: args.label_smoothing and split_custom(args.criterion or ""),
      "--label-smoothing has no effect with --criterion {criterion}, a loss of your own"),
     (lambda args: args.balanced_sampler and args.class_weights == "balanced",

@@ -59,7 +59,7 @@ def spoil_a_loss(rank: int, number: int) -> None:
     """Make the n-th loss of a rank not a number."""
     import train
 
-    build, calls = train.build_criterion, []
+    build, calls = train.build_loss, []
 
     def build_spoiling(*args):
         criterion = build(*args)
@@ -71,7 +71,7 @@ def spoil_a_loss(rank: int, number: int) -> None:
 
         return spoiling
 
-    train.build_criterion = build_spoiling
+    train.build_loss = build_spoiling
 
 
 def hang_in_read(index, number) -> None:

@@ -111,7 +111,7 @@ def test_they_reach_the_function_that_builds():
         ("none.py:tiny", "no such file; give FILE.py:FUNCTION"),
         ("NET:tinny", "has no function tinny; did you mean tiny?"),
         ("NET:five", "to try it, is torch.float32 of shape (2, 5); expected float32 scores"),
-        ("NET:a_tuple", "to try it, is a tuple; expected float32 scores of (2, 3)"),
+        ("NET:a_tuple", "its output is a tuple of 2, which needs a loss of your own: give --criterion"),
         ("NET:half", "Input type (float) and bias type (c10::Half) should be the same"),
         ("NET:lazy", "uninitialized parameter"),
         ("NET:tiny --model-kwargs wide=8", "(num_classes, width=4, *, act='relu'), but is called with"),

@@ -50,6 +50,7 @@ CASES = {
     "nhwc": "--channels-last",
     "frozen": "--freeze",
     "partly frozen": "--freeze-below layer2",
+    "frozen at first": "--freeze-epochs 1",
     "mirrored": "--eval-flip",
     "growing": "--train-crop-size-min 32 --train-crop-size 64 --crop-ramp-epochs 0 1",
     "own": "--model-kwargs zero_init_last=False --stochastic-depth 0.2",
