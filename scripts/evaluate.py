@@ -27,7 +27,7 @@ from loading.decode import Decoding, decode_plainly
 from loading.forms import open_named
 from loading.progress import Progress
 from loading.source import Source, labels_of
-from metrics import bootstrap_interval, calibration_error, image_numbers, rank_classes
+from metrics import F1, average_precision, bootstrap_interval, calibration_error, image_numbers, rank_classes
 from models.build import FlipAverage, autocast, move_to_device, set_up_device, set_up_threads
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from scripts.report import draw_confusion, page, saved, show_images, table
@@ -58,6 +58,9 @@ Acc@k is the percentage of images whose class is among the k best; classes with 
 NLL is the mean of the negative logarithm of the probability of an image's class, ECE the expected calibration error
 with 15 bins of equal width. The 95% interval is that of Acc@1, by a bootstrap over the images with a fixed seed.
 
+A model of --multi-label is evaluated on lists of several labels: mAP is the mean over classes of the average precision,
+F1 counts a class whose probability is above a half, BCE is the mean binary cross-entropy of images and classes.
+
 Preprocessing and precision are those of the checkpoint's training or publication, and a line says which. The result is
 the same in every bit on any number of processes, with the same --batch-size and OMP_NUM_THREADS (1, if it is not set).
 """
@@ -73,7 +76,7 @@ class ImageSet:
         decoding: how a page shows them.
         given: its name in messages.
         words: the names or numbers of its classes in the model.
-        labels: (N,) int64: the number of each image's class in the model.
+        labels: (N,) int64: the number of each image's class in the model; or (N, C) bool: whether it has each class.
         columns: the numbers of the classes whose scores count, if the set has some classes alone; else None.
         found_by: how the classes were found: `name`, `number`, `order` or `synset`.
     """
@@ -89,7 +92,11 @@ def number_classes(sets: list[ImageSet], trained: Trained, num_classes: int) -> 
     whole = next((words for words in parts if not _are_numbers(words, num_classes)), None)
     for each in sets:
         numbers, each.found_by = find_classes(each, trained, num_classes, whole)
-        each.labels = numpy.array(numbers, dtype=numpy.int64)[labels_of(each.source)]
+        if each.source.label_sets is None:
+            each.labels = numpy.array(numbers, dtype=numpy.int64)[labels_of(each.source)]
+        else:
+            each.labels = numpy.zeros((len(each.source), num_classes), dtype=bool)
+            each.labels[:, numbers] = each.source.label_sets[labels_of(each.source)]
         each.columns = torch.tensor(sorted(numbers)) if len(numbers) < num_classes else None
     return trained.classes or whole or list(map(str, range(num_classes)))
 
@@ -156,7 +163,9 @@ def _number_synsets(words: list[str], num_classes: int, whole: list[str] | None)
 
 
 def score_set(each: ImageSet, model: nn.Module, loader: data.DeviceLoader, k: int) -> numpy.ndarray:
-    """Return the rows of `rank_classes` for the images of a set, in order; the loader has this process's share.
+    """Return the rows of `rank_classes` for the images of a set, in order, or with several labels an image its scores.
+
+    The loader has this process's share of the images.
 
     Collective: every rank must call it.
 
@@ -164,10 +173,14 @@ def score_set(each: ImageSet, model: nn.Module, loader: data.DeviceLoader, k: in
         UserError: the model's scores are not finite.
     """
     labels = torch.from_numpy(each.labels)
-    rows = [torch.zeros(0, 3 + 2 * k, dtype=torch.float64)]
+    width = 2 + 2 * k if labels.ndim == 1 else labels.shape[1]
+    rows = [torch.zeros(0, 1 + width, dtype=torch.float64)]
     progress = Progress(f"evaluating on {each.name}", len(loader.loader.sampler), "images")
     for (image, _), keys in zip(loader, image_numbers(loader), strict=True):
-        ranked = _rank(each.columns, model(image), labels[keys].to(image.device), k)
+        scores = model(image)
+        if labels.ndim == 1:
+            scores = _rank(each.columns, scores, labels[keys].to(image.device), k)
+        ranked = scores.cpu().double()
         rows.append(torch.cat([keys[:, None].to(ranked.device), ranked], dim=1))
         progress.update(len(keys))
     gathered = torch.cat(collectives.all_gather(torch.cat([part.cpu() for part in rows]))).numpy()
@@ -188,6 +201,49 @@ def _rank(columns: Tensor | None, output: Tensor, target: Tensor, k: int) -> Ten
     ranked = rank_classes(output[:, columns], torch.searchsorted(columns, target), k)
     ranked[:, 2 : 2 + k] = columns.to(ranked.device)[ranked[:, 2 : 2 + k].long()].double()
     return ranked
+
+
+class LabelScores:
+    """The records of a set's images of several labels, in order: `scores` are (n, C) logits, of the set's classes."""
+
+    columns = ("mAP", "map"), ("F1", "f1"), ("F1 micro", "f1_micro"), ("BCE", "bce")
+
+    def __init__(self, each: ImageSet, rows: numpy.ndarray, names: list[str], _: list[int]) -> None:
+        chosen = slice(None) if each.columns is None else each.columns.numpy()
+        self.set, self.scores, self.labels = each, rows[:, chosen], each.labels[:, chosen]
+        self.names = list(numpy.array(names, dtype=object)[chosen])
+        pairs = zip(self.scores.T, self.labels.T, strict=True)
+        self.precisions = [100 * average_precision(*pair) if pair[1].any() else None for pair in pairs]
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the results of the set, for JSON."""
+        each, predicted = self.set, self.scores > 0
+        counts = [part.sum(axis=0) for part in (predicted & self.labels, predicted, self.labels)]
+        # The binary cross-entropy of a score x and a label y is log(1 + exp(x)) - x y.
+        terms = numpy.logaddexp(0, self.scores) - self.scores * self.labels
+        precisions = [each for each in self.precisions if each is not None]
+        return {
+            "images": len(self.labels), "classes": len(each.words), "classes_found_by": each.found_by,
+            "is_restricted_to_its_classes": each.columns is not None,
+            "map": sum(precisions) / max(len(precisions), 1),
+            **F1(len(self.names), is_multi_label=True).compute(numpy.concatenate(counts), len(self.labels)),
+            "bce": math.fsum(terms.ravel().tolist()) / terms.size,
+        }  # fmt: skip
+
+    def predictions(self) -> Iterator[list]:
+        """Yield the lines of `--predictions`: the probability of each class by itself, the likeliest first."""
+        shares = numpy.exp(-numpy.logaddexp(0, -self.scores))
+        order = numpy.argsort(-self.scores, axis=1, kind="stable")
+        for number, (row, best) in enumerate(zip(shares, order, strict=True)):
+            labels = " ".join(self.names[label] for label in numpy.flatnonzero(self.labels[number]))
+            words = [word for label in best for word in (self.names[label], row[label])]
+            yield [self.set.name, self.set.source.name(number), labels, *words]
+
+    def sections(self) -> dict[str, str]:
+        """Return the section of a page: all classes, the worst first."""
+        rows = zip(self.names, self.labels.sum(axis=0).tolist(), self.precisions, strict=True)
+        rows = sorted(([name, number, share] for name, number, share in rows if share is not None), key=lambda r: r[2])
+        return {f"{self.set.name}: classes": table(["class", "images", "average precision, %"], rows)}
 
 
 class Scores:
@@ -259,11 +315,18 @@ def describe(report: dict[str, Any], topk: list[int]) -> str:
     """Return the results as tables; an Acc@k that is 100 by the number of classes is left out."""
     topk = [k for k in topk if k == 1 or any(k < found["classes"] for found in report["sets"].values())]
     rows = [["set", "images", "classes", *(f"Acc@{k}" for k in topk), "95% of Acc@1", "NLL", "ECE"]]
+    is_multi_label = any("map" in found for found in report["sets"].values())
+    if is_multi_label:
+        rows = [["set", "images", "classes", *(title for title, _ in LabelScores.columns)]]
     for name, found in report["sets"].items():
+        words = f"{found['classes']:,}{'*' if found['is_restricted_to_its_classes'] else ''}"
+        if is_multi_label:
+            values = [f"{found[key]:.{4 if key == 'bce' else 3}f}" for _, key in LabelScores.columns]
+            rows.append([name, f"{found['images']:,}", words, *values])
+            continue
         low, high = found["acc1_interval"]
         numbers = [f"{found[f'acc{k}']:.3f}" for k in topk]
         numbers += [f"{low:.2f} to {high:.2f}", f"{found['nll']:.4f}", f"{found['ece']:.4f}"]
-        words = f"{found['classes']:,}{'*' if found['is_restricted_to_its_classes'] else ''}"
         rows.append([name, f"{found['images']:,}", words, *numbers])
     lines = [f"{report['checkpoint']}: {report['weights']}", *(f"  {line}" for line in aligned(rows))]
     if any(found["is_restricted_to_its_classes"] for found in report["sets"].values()):
@@ -329,7 +392,7 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
     sets = []
     for text in options.sets:
-        name, source = open_named("--set", text, extensions=options.extensions)
+        name, source = open_named("--set", text, trained.args.multi_label, options.extensions)
         if name == "minival":
             source, _ = data.hold_out(source, *part)
         sets.append(ImageSet(name, source, trained.preset.decoding))
@@ -340,6 +403,8 @@ def evaluate(options: argparse.Namespace) -> None:
     """Write the files that were asked for, and print the results. Collective: every rank must call it."""
     validate(options)
     trained = open_from_options(options)
+    if trained.args.multi_label and options.confusion is not None:
+        raise UserError("--confusion is of models of one class an image, and this one was trained with --multi-label")
     args = tool_options(trained, options, is_alone=False)
     num_classes = trained.count_classes()
     sets, names = open_sets(options, trained, num_classes)
@@ -366,7 +431,8 @@ def evaluate(options: argparse.Namespace) -> None:
         with torch.inference_mode(), autocast(args, device):
             rows = score_set(each, model, loader, k if each.columns is None else min(k, len(each.columns)))
         if args.rank == 0:
-            all_scores.append(Scores(each, rows, names, options.topk))
+            kind = Scores if each.source.label_sets is None else LabelScores
+            all_scores.append(kind(each, rows, names, options.topk))
             report["sets"][each.name] = all_scores[-1].summarize()
     if args.rank == 0:
         write_files(options, report, all_scores, k)
@@ -378,6 +444,7 @@ def evaluate(options: argparse.Namespace) -> None:
 def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scores], k: int) -> None:
     """Write the files that were asked for, the report last: if it is there, so are the others."""
     if options.predictions is not None:
+        k = k if isinstance(all_scores[0], Scores) else max(len(scores.names) for scores in all_scores)
         header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
         rows = chain([header], *(scores.predictions() for scores in all_scores))
         write_output(options.predictions, as_csv(rows), "--predictions")

@@ -178,7 +178,7 @@ def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
     description = {
         "schema": FORMAT, "model": args.model, "weights": trained.kind.partition(",")[0], "sha256": sha256,
         "initial_weights": initial, "num_classes": num_classes, "classes": trained.classes,
-        "preprocessing": preprocessing,
+        "preprocessing": preprocessing, "has_several_labels": bool(args.multi_label),
     }  # fmt: skip
     return checked(description, "the checkpoint")
 

@@ -36,7 +36,7 @@ OPTIONS = {
 
 # The fields that are text already; files that can hold only text have the others as JSON.
 _TEXTS = ("schema", "model", "weights", "sha256")
-_JSON = ("initial_weights", "num_classes", "classes", "preprocessing")
+_JSON = ("initial_weights", "num_classes", "classes", "preprocessing", "has_several_labels")
 _FIELDS = (*_TEXTS, *_JSON)
 
 # The file in a program's archive that holds its description.
@@ -116,7 +116,7 @@ def tool_options(trained: Trained, options: argparse.Namespace, *, is_alone: boo
 def open_from_options(options: argparse.Namespace, *, is_predicting: bool = False) -> Trained:
     """Return the model that the arguments of `add_options` name, and print how its images are prepared.
 
-    A tool that ranks classes takes no model of several labels an image. Exported graphs, which compute on the CPU, are
+    Exported graphs, which compute on the CPU, are
     opened only to predict: a .pt2 is a program.
     """
     path, given = Path(options.checkpoint), {name: getattr(options, name) for name in PREPROCESSING}
@@ -135,11 +135,6 @@ def open_from_options(options: argparse.Namespace, *, is_predicting: bool = Fals
     else:
         trained = open_trained(options.checkpoint, model=options.model, is_average=options.ema, given=given)
     show_preprocessing(trained)
-    if trained.args.multi_label and not is_predicting:
-        raise UserError(
-            f"{options.checkpoint} was trained with --multi-label, which this tool does not know; train.py --test-only "
-            "--resume evaluates it, and scripts.predict gives each class's probability"
-        )
     return trained
 
 
@@ -224,7 +219,10 @@ def _unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:
 def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
     """Return a description; UserError names a field that is missing, of another type or impossible."""
     with in_one_line(f"{source}: its description is damaged"):
+        content = {"has_several_labels": False, **content}  # which the first format lacks
         description = {name: content[name] for name in _FIELDS}
+        if type(description["has_several_labels"]) is not bool:
+            raise UserError("has_several_labels is neither true nor false")
         preprocessing = description["preprocessing"]
         for key, option in OPTIONS.items():
             value = preprocessing.get(key, BY_NAME[option].default) if key in WITH_DEFAULT else preprocessing[key]
@@ -251,7 +249,8 @@ def _options_in(description: dict[str, Any]) -> dict[str, Any]:
     """Return the options of train.py that a description holds."""
     found = description["preprocessing"]
     known = {option: found[key] for key, option in OPTIONS.items() if key in found}
-    return {**known, "in_chans": len(known["mean"])}
+    several = {"multi_label": ",", "bce_loss": True} if description["has_several_labels"] else {}
+    return {**known, **several, "in_chans": len(known["mean"])}
 
 
 def _find_description(path: Path) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Several labels an image: lists of them, the loss, mAP and F1 against scikit-learn, and what cannot be."""
 
+import csv
 import json
 import math
 import random
@@ -17,7 +18,9 @@ import metrics
 from errors import UserError
 from loading.forms import open_source
 from settings import config
+from tests.endings import read_metrics
 from tests.exports import run_tool
+from tests.ranks import run_ranks, tool_rank
 from tests.started import refused, run_train
 
 CLASSES = ["bird", "cat", "dog", "fish"]
@@ -147,8 +150,45 @@ def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):
     assert " map " in run_train(tmp_path, *again).check().output  # by the checkpoint's own options
     _, output = run_tool(tmp_path, "check", labelled, "--multi-label", "--expect-val", "any", "--workers", 1)
     assert "48 images of 4 classes" in output
-    outcome, _ = run_tool(tmp_path, "evaluate", best, "--set", f"val={labelled / 'val'}", code=2)
-    assert "was trained with --multi-label, which this tool does not know" in outcome.output
+    exported = tmp_path / "exported"
+    run_tool(
+        tmp_path, "export", best, "--format", "weights", "safetensors", "onnx", "torch-export", "--output", exported
+    )
+    for file in [path for path in sorted(exported.iterdir()) if path.suffix != ".json"]:
+        _, output = run_tool(tmp_path, "predict", file, photo, "--json", "--topk", 4)
+        (image,) = json.loads(output)["images"]
+        found = {each["class"]: each["probability"] for each in image["top"]}
+        assert [found[name] for name in CLASSES] == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_an_evaluation_has_scikit_learns_numbers_on_any_number_of_processes(started, labelled, tmp_path):
+    argv = [*started.argv, "--data-path", labelled, "--multi-label", "--bce-loss", "--epochs", 2, "--output-dir"]
+    run_train(tmp_path, *argv, tmp_path / "out").check()
+    last, results = tmp_path / "out" / "checkpoint.pth", []
+    for world_size in (1, 2):
+        files = ["--json", tmp_path / "r.json", "--predictions", tmp_path / "p.csv", "--html", tmp_path / "p.html"]
+        argv = [last, "--set", f"val={labelled / 'val'}", *files, "--workers", 0, "--device", "cpu", "--batch-size", 3]
+        run_ranks(tool_rank, world_size, "evaluate", argv, None, None, log_folder=tmp_path, timeout_s=60).check()
+        results.append([(tmp_path / name).read_text(encoding="utf-8-sig") for name in ("r.json", "p.csv", "p.html")])
+    assert results[0] == results[1]
+    found = json.loads(results[0][0])["sets"]["val"]
+    rows = list(csv.DictReader(results[0][1].splitlines()))
+    assert len(rows) == found["images"] == 20
+    truth = numpy.array([[name in row["label"].split() for name in CLASSES] for row in rows])
+    assert [[*sorted(row["label"].split())] for row in rows] == [
+        truth_of(int(row["file"].split("/")[-1].removesuffix(".png"))) for row in rows
+    ]
+    shares = [{row[f"class{rank}"]: float(row[f"p{rank}"]) for rank in range(1, 5)} for row in rows]
+    shares = numpy.array([[row[name] for name in CLASSES] for row in shares])
+    assert found["map"] == pytest.approx(100 * average_precision_score(truth, shares, average="macro"))
+    assert found["f1"] == pytest.approx(100 * f1_score(truth, shares > 0.5, average="macro"))
+    assert found["bce"] == pytest.approx(-numpy.log(numpy.where(truth, shares, 1 - shares)).mean(), rel=1e-4)
+    recorded = [each for each in read_metrics(tmp_path / "out" / "metrics.jsonl") if each["kind"] == "val"][-1]
+    assert found["map"] == pytest.approx(recorded["map"], rel=1e-6)
+    assert found["bce"] == pytest.approx(recorded["loss"], rel=1e-5)
+    assert "average precision, %" in results[0][2]
+    outcome, _ = run_tool(tmp_path, "evaluate", *argv[:3], "--confusion", tmp_path / "c.csv", code=2)
+    assert "--confusion is of models of one class an image" in outcome.output
 
 
 @pytest.mark.parametrize(("argv", "words"), [
