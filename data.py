@@ -5,6 +5,7 @@ import random
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
@@ -27,7 +28,7 @@ from loading.fill import start_filling
 from loading.forms import check_source, find_sources, open_named, open_source, open_split, remote_options
 from loading.lists import check_disjoint
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
-from loading.remote import is_remote
+from loading.remote import in_child, is_remote
 from loading.source import Source, Subset, count_classes, first_of_each_class, labels_of, minival_numbers, without
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
@@ -35,6 +36,8 @@ from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 from settings import config
 from settings.config import Assigned, Resolved
 from settings.options import WITH_DEFAULT, fit_statistics, split_custom
+
+LOOK_S = 10.0  # within which a start looks at some images of each set
 
 
 class IndexedImageFolder(Dataset):
@@ -377,10 +380,14 @@ def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
         raise UserError(
             one_line(f"--grey-range {given}: {source.where} is a pack written with {written}; give that, or pack again")
         )
-    if args.synthetic is None:
+    if args.synthetic is None and args.rank == 0:
         how = Decoding(exif=args.exif, grey_range=args.grey_range)
-        for words in filter(None, (unused_range(source, how), turned_share(source, how))):
-            print(one_line(f"{source.where}: {words}"))
+        with suppress(TimeoutError):  # of a disk that hangs, which the watchdog names
+            found = in_child(
+                lambda: "\n".join(look(source, how) for look in (unused_range, turned_share)).encode(), LOOK_S
+            )
+            for words in filter(None, found.decode().splitlines()):
+                print(one_line(f"{source.where}: {words}"))
     side = pack.get("px") if pack else None
     if type(side) is int and (name != "train" or px > side):
         enlarged = f"; they are enlarged to {px} pixels" if px > side else ""

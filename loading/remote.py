@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import ssl
 import sys
@@ -359,8 +360,11 @@ def read_whole(store: HttpStore | ObjectStore, name: str) -> bytes:
     return store.read(name)[0] if isinstance(store, HttpStore) else in_child(lambda: store.read(name)[0])
 
 
-def in_child(work: Callable[[], bytes]) -> bytes:
-    """Return the result of `work`, by a forked process unless a client's threads forbid one; errors as of `work`."""
+def in_child(work: Callable[[], bytes], timeout_s: float | None = None) -> bytes:
+    """Return the result of `work`, by a forked process unless a client's threads forbid one; errors as of `work`.
+
+    TimeoutError after `timeout_s` seconds; the process is then killed, and not waited for.
+    """
     if ObjectStore.client_pid == os.getpid():
         return work()
     reader, writer = os.pipe()
@@ -377,6 +381,9 @@ def in_child(work: Callable[[], bytes]) -> bytes:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as file:
+        if not select.select([file], [], [], timeout_s)[0]:
+            os.kill(child, signal.SIGKILL)
+            raise TimeoutError
         content = file.read()
     os.waitpid(child, 0)
     if content[:1] == b"+":

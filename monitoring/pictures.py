@@ -2,7 +2,9 @@
 
 import io
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,17 +64,38 @@ def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> 
     return numpy.bincount(rows * size + columns, minlength=size * size).reshape(size, size)[:-1]
 
 
+# Files of fonts that have more letters than Pillow's own, which the system or matplotlib may have.
+FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "NotoSansCJK-Regular.ttc", "Arial Unicode.ttf", "msyh.ttc")
+
+
 @cache
-def _font() -> ImageFont.FreeTypeFont:
-    return ImageFont.load_default(FONT_PX)
+def _fonts() -> list[ImageFont.FreeTypeFont]:
+    """Return Pillow's own font, and those of `FONTS` that are there."""
+    found, bundled = [ImageFont.load_default(FONT_PX)], find_spec("matplotlib")
+    folder = Path(bundled.origin).parent / "mpl-data" / "fonts" / "ttf" if bundled and bundled.origin else Path()
+    for name in (*FONTS, str(folder / FONTS[0])):
+        with suppress(OSError):
+            found.append(ImageFont.truetype(name, FONT_PX))
+    return found
 
 
-def _fit(text: str, width: float) -> str:
-    """Return a text cut to a width, px; question marks replace characters that cannot be shown."""
+def _font_of(text: str) -> ImageFont.FreeTypeFont:
+    """Return the font that lacks the fewest letters of a text."""
+
+    def count_missing(font: ImageFont.FreeTypeFont) -> int:
+        missing = bytes(font.getmask("\uffff"))
+        return sum(bytes(font.getmask(sign)) == missing for sign in {*text} if sign.isalpha())
+
+    return min(_fonts(), key=count_missing)
+
+
+def _write(draw: ImageDraw.ImageDraw, position: tuple[int, int], text: str, width: float) -> None:
+    """Write a text, cut to a width, px; question marks replace characters that cannot be shown."""
     text = "".join(sign if sign.isprintable() else "?" for sign in text[:80])
-    while _font().getlength(text) > width:
+    font = _font_of(text)
+    while font.getlength(text) > width:
         text = f"{text[:-4]}..."
-    return text
+    draw.text(position, text, fill=INK, font=font)
 
 
 def corner_of(place: int, side: int) -> tuple[int, int]:
@@ -88,13 +111,12 @@ def draw_grid(title: str, images: list[Image.Image], captions: list[list[str]]) 
     width, height = GAP_PX + NUM_COLUMNS * (cell + GAP_PX), corner_of(num_rows * NUM_COLUMNS, side)[1]
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
-    draw.text((GAP_PX, 5), _fit(title, width - GAP_PX), fill=INK, font=_font())
+    _write(draw, (GAP_PX, 5), title, width - GAP_PX)
     for place, (image, lines) in enumerate(zip(images, captions, strict=True)):
         left, top = corner_of(place, side)
         sheet.paste(image, (left, top))
         for number, line in enumerate(lines):
-            position = left, top + side + number * LINE_PX
-            draw.text(position, _fit(line, cell), fill=INK, font=_font())
+            _write(draw, (left, top + side + number * LINE_PX), line, cell)
     return sheet
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from html import escape
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -239,7 +240,7 @@ class LabelScores:
             words = [word for label in best for word in (self.names[label], row[label])]
             yield [self.set.name, self.set.source.name(number), labels, *words]
 
-    def sections(self) -> dict[str, str]:
+    def sections(self, _: Path) -> dict[str, str]:
         """Return the section of a page: all classes, the worst first."""
         rows = zip(self.names, self.labels.sum(axis=0).tolist(), self.precisions, strict=True)
         rows = sorted(([name, number, share] for name, number, share in rows if share is not None), key=lambda r: r[2])
@@ -292,8 +293,8 @@ class Scores:
         rows = [[name, *row[:-1]] for name, row in zip(names, rows, strict=True)]
         return as_csv([["true class", *names], *rows])
 
-    def sections(self) -> dict[str, str]:
-        """Return the sections of a page: mistakes as images, the surest first, and all classes, the worst first."""
+    def sections(self, folder: Path) -> dict[str, str]:
+        """Return the sections of a page in a folder: mistakes, the surest first, and all classes, the worst first."""
         source, name, names, mistakes, rows = self.set.source, self.set.name, self.names, [], []
         for row in find_mistakes(self.found, 60):
             _, label, predicted, confidence = (column[row] for column in self.found)
@@ -304,9 +305,8 @@ class Scores:
             n, hits = counts.total(), counts.pop(label, 0)
             others = ", ".join(f"{names[other]} ({count})" for other, count in counts.most_common(3))
             rows.append([names[label], n, 100 * hits / n, others])
-        images = show_images(
-            (decode_plainly(source.read(row), how=self.set.decoding), words) for row, words in mistakes
-        )
+        shown = ((decode_plainly(source.read(row), how=self.set.decoding), words) for row, words in mistakes)
+        images = show_images(shown, folder)
         classes = table(["class", "images", "Acc@1, %", "most often taken for"], sorted(rows, key=lambda row: row[2]))
         return {f"{name}: mistakes, the surest first": images, f"{name}: classes": classes}
 
@@ -452,7 +452,7 @@ def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scor
         write_output(options.confusion, all_scores[0].confusion(options.confusion.suffix), "--confusion")
     if options.html is not None:
         sections = {"Result": f"<pre>{escape(describe(report, options.topk))}</pre>"}
-        sections |= dict(chain.from_iterable(scores.sections().items() for scores in all_scores))
+        sections |= dict(chain.from_iterable(scores.sections(options.html.parent).items() for scores in all_scores))
         write_output(options.html, page(f"{report['model']} on {', '.join(report['sets'])}", sections), "--html")
     if options.json is not None:
         write_report(options.json, report)

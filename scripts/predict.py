@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -180,7 +181,13 @@ def write_page(
     opened = (open_image(Path(each.file), how._replace(mode="RGB")) for each, _ in shown)
     images = zip(opened, ([each.file, *rest] for (each, _), rest in zip(shown, lines, strict=True)), strict=True)
     title = f"{len(shown)} of {counted(len(predictions), 'image')}, the least sure first"
-    write_output(options.html, page("Predictions", {"Result": table([], facts), title: show_images(images)}), "--html")
+    counts = Counter(each.top[0][0] for each, _ in predictions).most_common()
+    sections = {
+        "Result": table([], facts),
+        title: show_images(images, options.html.parent),
+        "Classes": table(["predicted", "images"], counts),
+    }
+    write_output(options.html, page("Predictions", sections), "--html")
 
 
 def predict(options: argparse.Namespace) -> int:

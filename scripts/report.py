@@ -5,10 +5,12 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 import statistics
 import tomllib
+import urllib.parse
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from html import escape
@@ -52,15 +54,27 @@ _LARGEST = 32 << 20
 # With this policy the browser itself refuses to load anything from elsewhere.
 HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<title>{title}</title><style>
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>
+:root {{ color-scheme: light dark; --line: #ddd; --box: #f7f7f7 }}
 body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em }}
-table {{ border-collapse: collapse }} td, th {{ border: 1px solid #ddd; padding: 2px 9px; text-align: left }}
-div {{ display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start }} div > table {{ flex: 1 1 400px }}
-div td:first-child, figure {{ overflow-wrap: anywhere }} figure {{ margin: 0; width: 160px; font-size: 13px }}
-summary {{ cursor: pointer; font-weight: bold; margin: 1em 0 }}
-pre {{ background: #f7f7f7; overflow: auto; padding: 0.8em }} img {{ max-width: 100% }}
+h1, h2, td:first-child, figure, p {{ overflow-wrap: anywhere }} h1 {{ font-size: 1.6em }}
+table {{ border-collapse: collapse; display: block; max-width: 100%; overflow-x: auto }}
+td, th {{ border: 1px solid var(--line); padding: 2px 9px; text-align: left; min-width: 3em }}
+div {{ display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start }} div > table {{ flex: 1 1 300px }}
+figure {{ margin: 0; width: 160px; font-size: 13px }}
+.curves {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)) }}
+summary {{ cursor: pointer; font-weight: bold; margin: 1em 0 }} i {{ font-style: normal; font-weight: bold }}
+pre {{ background: var(--box); overflow: auto; padding: 0.8em }} img {{ max-width: 100%; min-width: 0 }}
+@media (prefers-color-scheme: dark) {{
+:root {{ --line: #444; --box: #222 }} body {{ background: #151515; color: #ddd }}
+img[src^="data:image/svg"], i {{ filter: invert(0.92) hue-rotate(180deg) }} a {{ color: #8ab4f8 }}
+}}
 </style></head><body><h1>{title}</h1>
 """
+# Of a line and of its name: the first ten colours of matplotlib's default cycle.
+COLORS = [
+    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf",
+]  # fmt: skip
 
 
 class LoggedRun:
@@ -71,7 +85,7 @@ class LoggedRun:
             self.records = read_records(folder)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise UserError(f"{folder} holds no metrics.jsonl; give the --output-dir of a run") from error
-        self.folder, self.name = folder, str(folder)
+        self.folder, self.name = folder, re.sub(r"^(\.\./)+", "", str(folder))
         self.recipe, self.options = self.read("recipe.toml").decode(errors="replace"), {}
         with suppress(ValueError):
             for table in tomllib.loads(self.recipe).values():
@@ -106,7 +120,14 @@ def group_seeds(runs: list[LoggedRun]) -> dict[str, list[LoggedRun]]:
         options = {**run.options, "seed": None, "minival_fold": None}
         key = json.dumps(options, sort_keys=True, default=str) if run.options else run.name
         groups.setdefault(key, []).append(run)
-    return {", ".join(run.name for run in group): group for group in groups.values()}
+    return {name_group([run.name for run in group]): group for group in groups.values()}
+
+
+def name_group(names: list[str]) -> str:
+    """Return the name of runs of one setting: the one that they have without numbers at the end, or all their names."""
+    bases = {re.sub(r"[-_.=]?\d+$", "", name) for name in names}
+    is_one = len(names) > 1 and len(bases) == 1 and Path(*bases).name
+    return f"{bases.pop()} ({len(names)} runs)" if is_one else ", ".join(names)
 
 
 def kinds_in(runs: Iterable[LoggedRun]) -> dict[str, str]:
@@ -140,30 +161,50 @@ def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> No
             means, spreads = numpy.array([[statistics.fmean(each), spread(each)] for each in values]).T
             xs = [step / group[0].steps_per_epoch for step in steps]
             style = {"linestyle": "--", "marker": "."} if place or len(steps) == 1 else {"linewidth": 1}
-            color = f"C{(number if len(groups) > 1 else place) % 10}"
+            color = COLORS[(number if len(groups) > 1 else place) % len(COLORS)]
             title = f"{label}: {title}" if len(groups) > 1 else title
-            axis.plot(xs, means, color=color, label=plain(title), **style)
-            axis.fill_between(xs, means - spreads, means + spreads, color=color, alpha=0.2)
-    if name == "lr":
-        axis.set_ylim(bottom=0)  # a constant one would be in the middle of an axis with negative rates
-    if name == "loss" and min(line.get_ydata().min() for line in axis.lines) > 0:
+            axis.plot(xs, means, color=color, label=one_line(title)[:200], **style)
+            low = means - spreads
+            axis.fill_between(xs, low.clip(0) if means.min() >= 0 else low, means + spreads, color=color, alpha=0.2)
+    if not axis.lines:
+        return
+    lowest = min(line.get_ydata().min() for line in axis.lines)
+    if name == "loss" and lowest > 0:
         axis.set_yscale("log")  # a linear scale would be flat beside an evaluation that is far off
+        ticker = require_package("matplotlib.ticker", PROG)
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, 0.9 * lowest, high / 2.5), high)  # with two marks at least
+        return
+    axis.ticklabel_format(axis="y", useOffset=False)
+    if lowest >= 0:
+        # A constant rate would be in the middle of an axis with negative rates; a share begins at zero.
+        axis.set_ylim(bottom=0 if name in ("lr", "data_wait") else max(axis.get_ylim()[0], 0))
 
 
-def draw_curves(groups: dict[str, list[LoggedRun]]) -> Any:
-    """Return a figure with one plot for each measure, 40 at most; None if there are no curves."""
+def draw_curves(groups: dict[str, list[LoggedRun]]) -> dict[str, Any]:
+    """Return a figure for each measure by its name, 40 at most."""
     runs = [run for group in groups.values() for run in group]
     titles = {name: plain(PANELS.get(name, name)) for name in dict.fromkeys([*CURVES, *results_in(runs), *PANELS])}
     names = [name for name in titles if any(run.points(kind, name) for run in runs for kind in kinds_in(runs))][:40]
-    if not names:
-        return None
-    rows = (len(names) + 1) // 2
-    figure = new_figure(13, 3.2 * rows)
-    for place, name in enumerate(names, 1):
-        draw_measure(figure.add_subplot(rows, 2, place, title=titles[name], xlabel="epochs of training"), groups, name)
-    handles = {line.get_label(): line for axis in figure.axes for line in axis.lines}
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
-    return figure
+    figures = {name: new_figure(6.4, 3.2) for name in names}
+    for name, figure in figures.items():
+        draw_measure(figure.add_subplot(1, 1, 1, title=titles[name], xlabel="epochs of training"), groups, name)
+    return figures
+
+
+def show_curves(figures: dict[str, Any]) -> str:
+    """Return HTML that shows figures beside each other, with one legend of all lines above them."""
+    lines = {line.get_label(): line for figure in figures.values() for axis in figure.axes for line in axis.lines}
+    marks = {"-": "&#9473;", "--": "&#9476;"}
+    names = [
+        f'<span><i style="color: {line.get_color()}">{marks[line.get_linestyle()]}</i> {escape(label)}</span>'
+        for label, line in lines.items()
+    ]
+    shown = "".join(drawn(figure, f"curves of {name}") for name, figure in figures.items())
+    return f'<div>{"".join(names)}</div><div class="curves">{shown}</div>'
 
 
 def draw_confusion(classes: list[str], counts: list[list[int]], title: str) -> Any:
@@ -213,11 +254,17 @@ def saved(save: Callable, form: str) -> bytes:
     return content.getvalue()
 
 
-def show_images(shown: Iterable[tuple[Image.Image, list[str]]]) -> str:
-    """Return HTML that shows images small and beside each other, with lines below each; the first names it."""
+def show_images(shown: Iterable[tuple[Image.Image, list[str]]], folder: Path) -> str:
+    """Return HTML that shows images small and beside each other, with lines below each; the first names its file.
+
+    Images link to their files, if they are such, from the folder of the page.
+    """
     figures = []
     for image, lines in shown:
         picture = embedded(saved(ImageOps.fit(image, (160, 160)).save, "jpeg"), lines[0], "jpeg")
+        if os.path.isfile(lines[0]):
+            address = urllib.parse.quote(os.fsencode(os.path.relpath(lines[0], folder)))
+            picture = f'<a href="{escape(address)}">{picture}</a>'
         figures.append(f"<figure>{picture}<figcaption>{'<br>'.join(map(escape, lines))}</figcaption></figure>")
     return f"<div>{''.join(figures)}</div>"
 
@@ -307,14 +354,17 @@ def describe_result(run: LoggedRun) -> str:
     """Return the table of what a run has reached, and of what it is."""
     about, status = (read_json(run.folder / name) for name in ("run.json", "status.json"))
     rows = []
-    for kind, (value, step) in bests(run, best_metric(run)).items():
-        title, _, unit = PANELS[best_metric(run)].partition(", ")
-        last_step, last = list(run.points(kind, best_metric(run)).items())[-1]
+    chosen = dict.fromkeys((best_metric(run), "acc1"))
+    found = [(name, kind, *best) for name in chosen for kind, best in bests(run, name).items()]
+    for metric, kind, value, step in found:
+        title, _, unit = PANELS[metric].partition(", ")
+        last_step, last = list(run.points(kind, metric).items())[-1]
         name, epoch = f"{title}, {kinds_in([run])[kind]}", step / run.steps_per_epoch
         after = f"after step {step} ({epoch:.4g} epochs)"
         rows.append([f"{name}, best", f"{value:.3f} {unit}, {after}".replace(" ,", ",")])
         rows.append([f"{name}, last", f"{last:.3f} {unit}, after step {last_step}".replace(" ,", ",")])
-        if (own := str(run.options.get("best-metric"))) not in CURVES and (points := run.points(kind, own)):
+        own = str(run.options.get("best-metric"))
+        if metric == best_metric(run) and own not in CURVES and (points := run.points(kind, own)):
             step, last = list(points.items())[-1]
             rows.append(
                 [f"{own}, which chooses best.pth, {kinds_in([run])[kind]}, last", f"{last:.4g}, after step {step}"]
@@ -365,25 +415,31 @@ def rank_runs(runs: list[LoggedRun]) -> str:
 
 def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:
     """Return the sections of several runs by their titles, beside their table and curves."""
-    results = []
+    results, settings, metric = [], [], best_metric(next(iter(groups.values()))[0])
     for label, group in groups.items():
+        found = [best for run in group for kind, (best, _) in bests(run, metric).items() if kind in ("val", "minival")]
+        if found:
+            settings.append([label, len(found), f"{statistics.fmean(found):.3f} \u00b1 {spread(found):.3f}"])
         for kind, name in itertools.product(kinds_in(group), results_in(group)):
             last = [list(points.values())[-1] for run in group if (points := run.points(kind, name))]
             if last:
                 spreads = f"{spread(last):.2g}" if len(last) > 1 else ""
                 results.append([label, f"{kind} {name}", len(last), statistics.fmean(last), spreads])
     note = "<p>Runs that differ only in seed or fold are one line, their mean, in a band of one standard deviation."
-    return {"Last results": table(["runs", "measure", "number", "mean", "standard deviation"], results) + note}
+    title = f"best {PANELS[metric].partition(',')[0]}, mean \u00b1 standard deviation"
+    first = {"Settings": table(["setting", "runs", title], settings)} if len(settings) < len(results) else {}
+    return {**first, "Last results": table(["runs", "measure", "number", "mean", "standard deviation"], results) + note}
 
 
 def write_report(folders: list[Path], out: Path | None = None) -> Path:
     """Write the page of one run or of several, and return its path; UserError as `LoggedRun`."""
     runs = [LoggedRun(folder) for folder in dict.fromkeys(folders)]
     groups, is_one = group_seeds(runs), len(runs) == 1
-    figure = draw_curves(groups)
+    figures = draw_curves(groups)
     first = {"Result": describe_result(runs[0])} if is_one else {"Runs": rank_runs(runs)}
-    curves = {"Curves": drawn(figure, "curves") if figure else "<p>No records yet.</p>"}
-    sections = first | curves | (describe_run(runs[0]) if is_one else compare_runs(groups))
+    curves = {"Curves": show_curves(figures) if figures else "<p>No records yet.</p>"}
+    more = describe_run(runs[0]) if is_one else compare_runs(groups)
+    sections = {**({"Settings": more.pop("Settings")} if "Settings" in more else {}), **first, **curves, **more}
     path = out or (runs[0].folder / "report.html" if is_one else Path("comparison.html"))
     tool.write_output(path, page(runs[0].name if is_one else f"{len(runs)} runs", sections), "--out")
     return path

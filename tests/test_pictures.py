@@ -139,3 +139,12 @@ def test_the_first_batch_is_what_the_model_sees(image_folder, tmp_path):
     captions = [[f"class{label}"] for _, label in loaded]
     expected = pictures.draw_grid("first batch of 4 as the model sees it", squares, captions)
     assert Image.open(tmp_path / "out" / "picture-first-batch-00000000.png").tobytes() == expected.tobytes()
+
+
+def test_letters_that_are_not_ascii_are_drawn_where_a_font_has_them():
+    """No letter of DejaVu Sans, which matplotlib brings, is the box of a missing one."""
+    for text in ("Käfer", "Жук", "σκαθάρι", "Ørsted"):
+        font = pictures._font_of(text)
+        missing = bytes(font.getmask("\uffff"))
+        assert all(bytes(font.getmask(sign)) != missing for sign in text), text
+    assert pictures._font_of("cat") is pictures._fonts()[0]

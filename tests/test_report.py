@@ -12,7 +12,16 @@ from PIL import Image
 
 from checkpointing.folder import OWN_FILES
 from errors import UserError
-from scripts.report import LoggedRun, compare_runs, draw_confusion, draw_curves, group_seeds, rank_runs, write_report
+from scripts.report import (
+    LoggedRun,
+    compare_runs,
+    draw_confusion,
+    draw_curves,
+    group_seeds,
+    name_group,
+    rank_runs,
+    write_report,
+)
 from tests.exports import refused
 from tests.ranks import REPOSITORY, run_ranks, tool_rank
 
@@ -92,7 +101,11 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
         assert row in page.rows
     pictures = [attrs["alt"] for tag, attrs in page.tags if tag == "img"]
     counts = "picture-counts-00000010.json"  # of best.pth, not the newest
-    assert sorted(pictures) == ["curves", counts, "picture-mistakes-00000010.png", "picture.png"]
+    assert sorted(name for name in pictures if "curves" not in name) == [
+        counts,
+        "picture-mistakes-00000010.png",
+        "picture.png",
+    ]
     place = page.rows.index(["file", "class", "predicted", "confidence"])
     assert page.rows[place + 1] == ["cat/a<b.jpg", "cat", "dog", "87.5%"]
     assert "validation, after step 10: best.pth" in path.read_text()
@@ -125,8 +138,43 @@ def test_confusion_is_that_of_the_counts():
 
 
 def test_a_constant_rate_is_drawn_above_zero(tmp_path):
-    axes = {axis.get_title(): axis for axis in draw_curves({"a": [LoggedRun(write_run(tmp_path / "run"))]}).axes}
-    assert axes["learning rate"].get_ylim()[0] == 0
+    figures = draw_curves({"a": [LoggedRun(write_run(tmp_path / "run"))]})
+    assert figures["lr"].axes[0].get_ylim()[0] == 0
+
+
+def test_axes_have_round_marks_and_no_share_below_zero(tmp_path):
+    """A loss has at least two marks of 1, 2 and 5; no axis has an offset, and no band of a spread is below zero."""
+    runs = [write_run(tmp_path / f"s{seed}", seed=seed, factor=factor) for seed, factor in enumerate((0.1, 1.0, 9.0))]
+    for run in runs:
+        text = (run / "metrics.jsonl").read_text().replace('"lr"', '"data_wait": 0.99, "lr"')
+        (run / "metrics.jsonl").write_text(text)
+    figures = draw_curves(group_seeds([LoggedRun(run) for run in runs]))
+    for name, figure in figures.items():
+        (axis,) = figure.axes
+        figure.canvas.draw()
+        low, high = axis.get_ylim()
+        ticks = zip(axis.get_yticklabels(), axis.get_yticks(), strict=True)
+        marks = [text.get_text() for text, at in ticks if low <= at <= high]
+        assert len(marks) >= 2, name
+        assert all(re.fullmatch(r"[\d.]+", mark) for mark in marks), marks
+        assert not axis.yaxis.get_offset_text().get_text()
+        assert name == "loss" or low >= 0
+        for band in axis.collections:
+            assert band.get_paths()[0].vertices[:, 1].min() >= 0
+
+
+def test_a_page_can_be_read_on_a_telephone_and_in_the_dark(tmp_path):
+    text = write_report([write_run(tmp_path / "run")]).read_text()
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert "prefers-color-scheme: dark" in text
+    assert text.count('alt="curves of ') == len(draw_curves({"a": [LoggedRun(tmp_path / "run")]}))
+
+
+def test_groups_are_called_by_what_their_runs_have_in_common():
+    assert name_group(["runs/a-seed0", "runs/a-seed1"]) == "runs/a-seed (2 runs)"
+    assert name_group(["runs/a=1", "runs/a=12"]) == "runs/a (2 runs)"
+    assert name_group(["runs/a", "runs/b"]) == "runs/a, runs/b"
+    assert name_group(["runs/a"]) == "runs/a"
 
 
 def test_whatever_a_run_holds_is_escaped(tmp_path):
@@ -147,8 +195,8 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
     runs = [write_run(tmp_path / f"s{i}", seed=i, factor=factor) for i, factor in enumerate(factors)]
     runs = [LoggedRun(run) for run in [*runs, write_run(tmp_path / "other", lr=0.2)]]
     groups = group_seeds(runs)
-    figure = draw_curves(groups)
-    losses, accuracies = figure.axes[:2]
+    figures = draw_curves(groups)
+    losses, accuracies = (figures[name].axes[0] for name in ("loss", "acc1"))
     assert (losses.get_title(), accuracies.get_title()) == ("loss", "Acc@1, %")
     assert list(losses.lines[0].get_xdata()) == [0.1, 1, 1.1, 2]  # epochs of training
     assert [[run.folder.name for run in group] for group in groups.values()] == [["s0", "s1", "s2"], ["other"]]
@@ -162,7 +210,9 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
         ["20", "val", "2", "2h30m", "0.1", "0"], ["20", "val", "2", "2h30m", "0.2", "0"],
     ]  # fmt: skip
     page = Cells("".join(compare_runs(groups).values()))
-    assert next(row[2:] for row in page.rows if row[1] == "val acc1") == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
+    assert ["s (3 runs)"[-8:], "3"] == [page.rows[1][0][-8:], page.rows[1][1]]
+    assert page.rows[1][2] == f"{mean:.3f} \u00b1 {deviation:.3f}"
+    assert next(row[2:] for row in page.rows if row[1:2] == ["val acc1"]) == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
 
 
 def test_runs_are_ranked_on_the_set_that_chooses_the_best_by_one_metric(tmp_path):
