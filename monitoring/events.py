@@ -2,11 +2,13 @@
 
 import os
 import socket
+import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from checkpointing.folder import EVENT_FILES, own_files
+from checkpointing.folder import EVENT_FILES, PICTURES, own_files
 
 # Fields without a curve: the step, time, images and processes of a measurement.
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
@@ -40,6 +42,7 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard.summary import text
 
+        self._folder, self._shown = folder, set()
         earlier = own_files(folder, EVENT_FILES)
         path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
@@ -69,8 +72,25 @@ class EventFile:
         if points := curves(record):
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
             self._add(record["step"], record["time"], summary=Summary(value=values))
+            self._add_pictures()
             self._file.flush()
 
+    def _add_pictures(self) -> None:
+        """Add the run's pictures that are new: of the first batch, and of the surest mistakes."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for path in own_files(self._folder, PICTURES):
+            if path.suffix != ".png" or path.name in self._shown:
+                continue
+            with suppress(FileNotFoundError):  # a newer one may have replaced it
+                content, found = path.read_bytes(), PICTURES.fullmatch(path.name)
+                sides = dict(zip(("width", "height"), struct.unpack(">2I", content[16:24]), strict=True))  # of a PNG
+                image = Summary.Image(**sides, colorspace=3, encoded_image_string=content)
+                summary = Summary(value=[Summary.Value(tag=found["tag"], image=image)])
+                self._add(int(found["step"]), summary=summary)
+                self._shown.add(path.name)
+
     def close(self) -> None:
-        """Close the file."""
+        """Add the last pictures, and close the file."""
+        self._add_pictures()
         self._file.close()

@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import data
 import sampler
@@ -148,3 +149,20 @@ def test_letters_that_are_not_ascii_are_drawn_where_a_font_has_them():
         missing = bytes(font.getmask("\uffff"))
         assert all(bytes(font.getmask(sign)) != missing for sign in text), text
     assert pictures._font_of("cat") is pictures._fonts()[0]
+
+
+def test_tensorboard_shows_the_pictures_beside_the_curves(image_folder, tmp_path):
+    out = tmp_path / "out"
+    argv = ["--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", 8, "--lr", 0.001]
+    run_train(tmp_path, *argv, "--epochs", 2).check()
+    run_train(tmp_path, *argv, "--epochs", 3, "--resume", "auto", "--allow-change", "epochs").check()
+    found = EventAccumulator(str(out), size_guidance={"images": 0})
+    found.Reload()
+    assert found.Tags()["images"] == ["first-batch", "mistakes"]
+    (first,) = found.Images("first-batch")
+    assert first.encoded_image_string == (out / "picture-first-batch-00000000.png").read_bytes()
+    newest = found.Images("mistakes")[-1]
+    assert newest.step == 9
+    assert newest.encoded_image_string == (out / "picture-mistakes-00000009.png").read_bytes()
+    with Image.open(io.BytesIO(newest.encoded_image_string)) as image:
+        assert image.size == (newest.width, newest.height)
