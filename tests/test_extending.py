@@ -4,11 +4,15 @@ import re
 
 import pytest
 import torch
+import torchvision
+from PIL import Image
+from torchvision import transforms
 
 from checkpointing.archive import load_checkpoint
 from settings import config, custom_code
 from settings.options import BY_NAME
 from tests.endings import read_metrics
+from tests.images import picture
 from tests.ranks import REPOSITORY
 from tests.started import refused, run_train
 from tests.test_resume import check_same_weights
@@ -19,6 +23,9 @@ import random
 import sys
 import numpy
 import torch
+import torchvision
+from PIL import Image
+from torchvision import transforms
 from torch import nn
 from tests.tiny import Tiny
 
@@ -250,7 +257,7 @@ def go_on(started, tmp_path, out, *argv):
 
 def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), flags=re.S)
-    assert len(blocks) == 8
+    assert len(blocks) == 10
     mine = tmp_path / "mine.py"
     mine.write_text("\n".join(blocks))
     names = {"model": "net", "opt": "signs", "criterion": "focal", "auto_augment": "quarters",
@@ -488,3 +495,25 @@ def test_an_evaluation_without_the_loss_says_so(started, mine, tmp_path):
     argv = [*started.argv, "--test-only", "--resume", tmp_path / "out" / "checkpoint.pth"]
     assert "evaluating with cross-entropy; give --criterion" in run_train(tmp_path, *argv).check().output
     assert "evaluating with" not in run_train(tmp_path, *argv, "--criterion", f"{mine}:smooth").check().output
+
+
+def test_the_heat_map_of_the_page_is_the_sum_of_features_by_the_classifiers_weights(tmp_path):
+    """Behind a mean over all places Grad-CAM is CAM (arXiv 1512.04150): features times the weights of the class."""
+    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), flags=re.S)
+    page = {}
+    exec(next(block for block in blocks if "def heat_map" in block), page)
+    torch.manual_seed(3)
+    model = torchvision.models.resnet18(num_classes=5).eval()
+    options = {"val_resize_size": 64, "val_crop_size": 64, "interpolation": "bilinear", "model": "resnet18"}
+    options |= {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
+    torch.save({"model": model.state_dict(), "args": options}, tmp_path / "x.pth")
+    picture(90, 70).save(tmp_path / "x.png")
+    heat = page["heat_map"](str(tmp_path / "x.pth"), tmp_path / "x.png", "layer4")
+    image = transforms.Compose([transforms.Resize(64), transforms.CenterCrop(64), transforms.ToTensor()])
+    image = (image(Image.open(tmp_path / "x.png"))[None] - 0.5) / 0.25
+    features = torch.nn.Sequential(*list(model.children())[:-2])(image).detach()
+    best = int(model(image).argmax())
+    expected = torch.einsum("c,chw->hw", model.fc.weight[best].detach(), features[0]).relu()[None, None]
+    expected = torch.nn.functional.interpolate(expected, size=(64, 64), mode="bilinear")[0, 0]
+    assert heat.shape == (64, 64)
+    assert (heat - expected / expected.max()).abs().max() < 1e-3
