@@ -1,6 +1,7 @@
 """Command lines of timm, pytorch/examples and older torchvision: every flag is answered, the line rewritten."""
 
 import importlib
+import json
 import re
 import shlex
 from contextlib import nullcontext
@@ -239,3 +240,29 @@ def test_help_on_a_word(capsys):
     assert "--stochastic-depth P" in capsys.readouterr().out
     with pytest.raises(UserError, match="--help xyzzy"):
         config.parse_args(["--help", "xyzzy"])
+
+
+PUBLISHED = json.loads(Path(__file__).with_name("published_lines.json").read_text())
+
+
+def answer_to(line):
+    """Return the command that a published one is here, or the flags that have no meaning here."""
+    words, parser = shlex.split(line), options.build_parser()
+    try:
+        _, unknown = parser.parse_known_args(words)
+    except UserError as error:
+        return [str(error)]
+    command = other_scripts.OtherCommand(words, parser._option_string_actions)
+    if not unknown:
+        return line
+    strangers = [phrase.partition(" is unknown")[0] for phrase in command.phrases if " is unknown" in phrase]
+    if strangers or not command.is_understood:
+        return strangers
+    assert not parser.parse_known_args(command.words)[1]
+    return shlex.join(command.words)
+
+
+@pytest.mark.parametrize("line", PUBLISHED)
+def test_a_published_command_is_answered_as_it_was_judged(line):
+    """From READMEs, scripts and documentation of public repositories; each answer was read by a person."""
+    assert answer_to(line) == PUBLISHED[line]
