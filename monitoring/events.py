@@ -14,6 +14,13 @@ from checkpointing.folder import EVENT_FILES, PICTURES, own_files
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
 
 
+# Charts of training and all evaluations together.
+CHARTS = {
+    title: ["Multiline", [rf"^\w+/{name}$"]]
+    for name, title in (("loss", "loss"), ("acc1", "Acc@1, %"), ("acc5", "Acc@5, %"))
+}
+
+
 def curves(record: dict) -> dict[str, float]:
     """Return the points of a record by the tags of their curves; none of an epoch's means."""
     return {
@@ -40,7 +47,7 @@ class EventFile:
         # Not above: they take a tenth of a second, and only rank 0 needs them.
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import text
+        from torch.utils.tensorboard.summary import custom_scalars, text
 
         self._folder, self._shown = folder, set()
         earlier = own_files(folder, EVENT_FILES)
@@ -51,6 +58,7 @@ class EventFile:
             # Makes a running TensorBoard forget the earlier files.
             self._add(session_log=SessionLog(status=SessionLog.START))
             rows = [f"| {n.replace('_', '-')} | {str(v).replace('|', '/')} |" for n, v in facts.get("args", {}).items()]
+            self._add(summary=custom_scalars({"Training and validation": CHARTS}))
             self._add(summary=text("options", "\n".join(["| option | value |", "|---|---|", *rows])))
             self._file.flush()
             for old in earlier:

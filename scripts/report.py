@@ -71,10 +71,6 @@ img[src^="data:image/svg"], i {{ filter: invert(0.92) hue-rotate(180deg) }} a {{
 }}
 </style></head><body><h1>{title}</h1>
 """
-# Of a line and of its name: the first ten colours of matplotlib's default cycle.
-COLORS = [
-    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf",
-]  # fmt: skip
 
 
 class LoggedRun:
@@ -161,13 +157,11 @@ def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> No
             means, spreads = numpy.array([[statistics.fmean(each), spread(each)] for each in values]).T
             xs = [step / group[0].steps_per_epoch for step in steps]
             style = {"linestyle": "--", "marker": "."} if place or len(steps) == 1 else {"linewidth": 1}
-            color = COLORS[(number if len(groups) > 1 else place) % len(COLORS)]
+            color = f"C{(number if len(groups) > 1 else place) % 10}"
             title = f"{label}: {title}" if len(groups) > 1 else title
             axis.plot(xs, means, color=color, label=one_line(title)[:200], **style)
             low = means - spreads
             axis.fill_between(xs, low.clip(0) if means.min() >= 0 else low, means + spreads, color=color, alpha=0.2)
-    if not axis.lines:
-        return
     lowest = min(line.get_ydata().min() for line in axis.lines)
     if name == "loss" and lowest > 0:
         axis.set_yscale("log")  # a linear scale would be flat beside an evaluation that is far off
@@ -198,9 +192,9 @@ def draw_curves(groups: dict[str, list[LoggedRun]]) -> dict[str, Any]:
 def show_curves(figures: dict[str, Any]) -> str:
     """Return HTML that shows figures beside each other, with one legend of all lines above them."""
     lines = {line.get_label(): line for figure in figures.values() for axis in figure.axes for line in axis.lines}
-    marks = {"-": "&#9473;", "--": "&#9476;"}
+    marks, as_hex = {"-": "&#9473;", "--": "&#9476;"}, require_package("matplotlib.colors", PROG).to_hex
     names = [
-        f'<span><i style="color: {line.get_color()}">{marks[line.get_linestyle()]}</i> {escape(label)}</span>'
+        f'<span><i style="color: {as_hex(line.get_color())}">{marks[line.get_linestyle()]}</i> {escape(label)}</span>'
         for label, line in lines.items()
     ]
     shown = "".join(drawn(figure, f"curves of {name}") for name, figure in figures.items())
