@@ -542,7 +542,9 @@ def assign(args: Resolved, state: dict | None) -> Assigned:
         global_batch_size = args.global_batch_size or args.batch_size * args.world_size
         shards = {"global_batch_size": global_batch_size, "num_shards": global_batch_size // args.batch_size}
         return Assigned(**{**vars(args), **shards})
-    args, lines = _with_options_of(args, state["args"], [name for name in BY_NAME if options.is_filled_in(name, args)])
+    # Checkpoints of before an option had its default.
+    known = {**{name: BY_NAME[name].default for name in options.WITH_DEFAULT}, **state["args"]}
+    args, lines = _with_options_of(args, known, [name for name in BY_NAME if options.is_filled_in(name, args)])
     for line in lines:
         print(line)
     shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}

@@ -19,6 +19,7 @@ from errors import UserError
 from models.build import check_model
 from scripts.trained import open_trained
 from settings import config
+from settings.options import BY_NAME
 from tests.exports import refused as refused_tool
 from tests.exports import run_tool
 from tests.images import turn, write_images
@@ -303,6 +304,20 @@ def test_timms_models_are_given_images_as_timms_config_says():
     assert (args.val_crop_size, args.val_resize_size, args.train_crop_size) == (96, 101, 224)  # 96 / 0.95
     args, notes = taken("--model", "resnet18", "--std", "1", "1", "1")
     assert (args.mean, args.std, notes) == ([0.485, 0.456, 0.406], [1.0, 1.0, 1.0], [])
+
+
+def test_a_run_of_before_the_crop_mode_goes_on_with_the_centre(capsys):
+    squashing = "timm/convnext_tiny.in12k_ft_in1k_384"
+    args, notes = taken("--model", squashing)
+    assert args.crop_mode == "squash"
+    assert "--crop-mode squash" in notes[0]
+    args = args.replaced(rank=0, world_size=1)
+    shards = {"global_batch_size": 32, "num_shards": 1}
+    theirs = {name: value for name, value in vars(args).items() if name in BY_NAME}
+    assert config.assign(args, {"args": theirs, "shards": shards}).crop_mode == "squash"
+    del theirs["crop_mode"]
+    assert config.assign(args, {"args": theirs, "shards": shards}).crop_mode == "center"
+    assert "--crop-mode center: as in the checkpoint" in capsys.readouterr().out
 
 
 def test_a_resumed_run_and_an_evaluation_take_the_checkpoints(tmp_path):
