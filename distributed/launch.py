@@ -1,13 +1,21 @@
-"""This process as torchrun, srun or variables set by hand describe it. No other module reads these variables."""
+"""This process as torchrun, mpirun, srun or variables set by hand describe it. No other module reads these."""
 
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from errors import UserError
 
 _MOST = 1 << 20  # processes
+
+# Rank, number of processes, rank on the machine and processes on it: of Open MPI, and of MPICH, Intel MPI and the like.
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 
 
 class Launch(NamedTuple):
@@ -43,7 +51,10 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
     """
     environ = os.environ if environ is None else environ
     address = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
+    mpi = next((names for names in _MPI if {*names} <= environ.keys()), ("", "MPI", "", ""))
+    is_mpi = "RANK" not in environ and _read(environ, mpi[1], 1, least=1) > 1
     on_node = "LOCAL_WORLD_SIZE" if environ.get("LOCAL_WORLD_SIZE") else "SLURM_STEP_TASKS_PER_NODE"
+    on_node = mpi[3] if is_mpi else on_node
     launch = Launch(
         num_local=_read(environ, on_node, 1, least=1),
         is_torchrun="TORCHELASTIC_RUN_ID" in environ,
@@ -59,11 +70,22 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
         size = _read(environ, "WORLD_SIZE", world_size, least=1)
         rank = _read(environ, "RANK", most=size - 1 if "WORLD_SIZE" in environ else _MOST)
         local_rank = _read(environ, "LOCAL_RANK", rank)
+    # Before Slurm, whose variables the processes of an mpirun in an allocation have too.
+    elif is_mpi:
+        rank, size, local_rank = (_read(environ, name) for name in mpi[:3])
+        address = _mpi_address(environ, address, launch.num_local == size)
     # A batch script has SLURM_PROCID too, though its other tasks were not started; only srun sets the step's variables.
     elif _read(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         rank, size, local_rank = (_read(environ, f"SLURM_{name}") for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
         if not address.get("MASTER_ADDR"):
             address = _slurm_address(environ) | {name: value for name, value in address.items() if value}
+    elif lacking := {"PMIX_RANK", "PMI_RANK"} & environ.keys():
+        if mpi[1] in environ or environ.get("SLURM_JOB_ID"):  # one process; a task of a batch script
+            return launch
+        raise UserError(
+            f"{min(lacking)} is set by a launcher that does not tell how many processes a machine has; use torchrun, "
+            "or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process"
+        )
     else:
         return launch
     _read(address, "MASTER_PORT", 0, most=65535)
@@ -77,6 +99,30 @@ def _read(environ: Mapping[str, str], name: str, default: int | None = None, lea
     if not found or not least <= int(found[0]) <= most:
         raise UserError(f"{name} is {text or 'empty'}, expected {least} to {most}; unset it, or use torchrun or srun")
     return int(found[0])
+
+
+def _mpi_address(environ: Mapping[str, str], given: Mapping[str, str], is_one_node: bool) -> dict[str, str]:
+    """Return the address at which the processes of an mpirun meet: that which is given, or on one machine its own."""
+    import hashlib  # see above
+
+    address = {name: value for name, value in given.items() if value}
+    if not is_one_node and "MASTER_ADDR" not in address:
+        raise UserError(
+            "MASTER_ADDR is not set, and mpirun uses several machines; give them the name of rank 0's: mpirun -x "
+            "MASTER_ADDR=NODE (Open MPI) or mpirun -genv MASTER_ADDR NODE (MPICH)"
+        )
+    job = environ.get("PMIX_NAMESPACE") or str(_mpirun())
+    port = 20000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 12000
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port) if is_one_node else "29500", **address}
+
+
+def _mpirun() -> int:
+    """Return the number of the process that started those of an mpirun on this machine, perhaps by a script each."""
+    pid = os.getppid()
+    with suppress(OSError):
+        while b"PMI_RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(re.search(r"PPid:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+    return pid
 
 
 def _slurm_address(environ: Mapping[str, str]) -> dict[str, str]:

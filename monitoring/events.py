@@ -3,9 +3,11 @@
 import os
 import socket
 import struct
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from checkpointing.folder import EVENT_FILES, PICTURES, own_files
@@ -44,6 +46,8 @@ class EventFile:
     starts_over = True
 
     def __init__(self, folder: Path, facts: dict) -> None:
+        # TensorBoard would import TensorFlow, where it is installed, for files that are not written here: 7 seconds.
+        sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
         # Not above: they take a tenth of a second, and only rank 0 needs them.
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter

@@ -19,6 +19,10 @@ SRUN = {
     "SLURM_JOB_NODELIST": "gpu[06-09]", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_NTASKS": "8",
 }  # fmt: skip
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+MPI = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in
+            {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "3", "LOCAL_SIZE": "4"}.items()}  # fmt: skip
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
 BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -33,6 +37,18 @@ LAUNCHES = {
     "srun": (SRUN, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07"}),
     "srun with a master": ({**without(SRUN, "NODELIST"), **BY_HAND}, {"RANK": "5", **BY_HAND}),
     "srun without the step's nodes": (without(SRUN, "STEP_NODELIST"), {"MASTER_ADDR": "gpu06"}),
+    "Open MPI": ({**OPEN_MPI, "PMIX_RANK": "3", "PMIX_NAMESPACE": "9"}, {**MPI, "MASTER_ADDR": "127.0.0.1"}),
+    "MPICH": (MPICH, {**MPI, "MASTER_ADDR": "127.0.0.1"}),
+    "MPI on two machines": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "MASTER_ADDR": "h"},
+        {"RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"},
+    ),
+    "MPI in an allocation": ({**SRUN, **OPEN_MPI}, MPI),
+    "MPI and by hand": ({**OPEN_MPI, **BY_HAND}, {**MPI, **BY_HAND}),
+    "torchrun in MPI": ({**MPICH, **TORCHRUN}, TORCHRUN),
+    "MPI of one process": ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {}),
+    "srun with PMI 2": ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}, {"RANK": "5", "MASTER_ADDR": "gpu07"}),
+    "srun with PMIx": ({**SRUN, "PMIX_RANK": "5"}, {"RANK": "5", "MASTER_ADDR": "gpu07"}),
     "nothing": ({}, {}),
     "a batch script": (without(SRUN, "STEP"), {}),
     "srun of one task": ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, {}),
@@ -46,7 +62,18 @@ def test_what_torch_is_told_of_the_other_processes(name):
     found = launch.environment()
     assert expected.items() <= found.items()
     assert bool(found) == launch.is_launched == bool(expected)
-    assert launch.is_torchrun == (name == "torchrun")
+    assert launch.is_torchrun == ("torchrun" in name and "TORCHELASTIC_RUN_ID" in environ)
+
+
+@pytest.mark.parametrize(("environ", "words"), [
+    ({"PMIX_RANK": "1"}, "PMIX_RANK is set by a launcher that does not tell how many processes a machine has"),
+    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK is set by a launcher that does not tell"),
+    ({**MPICH, "MPI_LOCALNRANKS": "2"}, "MASTER_ADDR is not set, and mpirun uses several machines"),
+    ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK is x, expected"),
+])  # fmt: skip
+def test_processes_of_an_mpi_that_cannot_be_joined_are_one_line(environ, words):
+    with pytest.raises(UserError, match=words):
+        read_launch(environ)
 
 
 def test_tasks_of_a_slurm_step_share_a_port_and_steps_do_not():

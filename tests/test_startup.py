@@ -148,3 +148,15 @@ def test_closed_standard_files_are_no_reason_to_fail(started, tmp_path):
     assert outcome.returncode == 0, outcome.stderr
     assert read_status(out)["state"] == "finished"
     assert outcome.stderr == ""
+
+
+def test_a_tensorflow_beside_torch_is_not_imported(tmp_path):
+    """Its import takes seven seconds and half a gigabyte, for files that no run writes."""
+    (tmp_path / "tensorflow").mkdir()
+    (tmp_path / "tensorflow" / "__init__.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    script = "import sys; from pathlib import Path; from monitoring.events import EventFile\n"
+    script += "EventFile(Path(sys.argv[1]), {'args': {'lr': 1}}).close()"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    subprocess.run([sys.executable, "-c", script, tmp_path], env=environment, check=True)
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+    assert not (tmp_path / "imported").exists()
