@@ -178,10 +178,15 @@ def find_accelerator() -> str | None:
 
 
 def choose_gpu(launch: Launch, device: str) -> int:
-    """Return the index of this process's accelerator."""
+    """Return the index of this process's accelerator; UserError if there are more processes than devices."""
     gpu = launch.local_rank if launch.is_launched else torch.device(device).index or 0
     # A launcher may show each process its own GPU only; then that one is number 0.
     num_devices = torch.accelerator.device_count()
+    if torch.device(device).type != "cpu" and 1 < num_devices < launch.num_local:
+        raise UserError(
+            f"{launch.num_local} processes were started on this machine, which shows them {num_devices} devices; start "
+            "one process for each device"
+        )
     return gpu % num_devices if num_devices else gpu
 
 

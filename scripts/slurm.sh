@@ -44,7 +44,7 @@ trap stop USR1
 # Slurm may send SIGTERM to this shell too, which must not end before the ranks have saved.
 trap : TERM
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
-srun --kill-on-bad-exit=1 torchrun --nnodes="${SLURM_NNODES:-1}" --nproc_per_node="${GPUS:-8}" --rdzv-backend=c10d \
+srun --kill-on-bad-exit=1 torchrun --nnodes="${SLURM_NNODES:-1}" --nproc_per_node="${GPUS:-${SLURM_GPUS_ON_NODE:-8}}" --rdzv-backend=c10d \
     --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \
     train.py --output-dir "$OUT" --resume auto "$@" &
 child=$!

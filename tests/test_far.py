@@ -16,6 +16,7 @@ from tests import far
 from tests.endings import differing
 from tests.ranks import REPOSITORY, module_rank, run_ranks
 from tests.runs import FLAG, OPTIONS, Runs
+from tests.started import refused
 
 # Without --clip-grad-norm and its number. The CPU has other kernels for depthwise convolutions that nobody will
 # differentiate, as those below the device seem to be; this model has none.
@@ -251,3 +252,15 @@ def test_negative_control_a_checkpoint_on_the_wrong_device(runs, tmp_path):
     runs.run(tmp_path.name, 1, *ONCE, *argv, faults=[(0, "torch.optim.SGD.step", 2, "after")])
     resumed = run_watched(runs, tmp_path, *argv, "--resume", "auto", sabotage=load_the_optimizer_to_the_host)
     assert "found far:0 and cpu" in resumed.output
+
+
+def register_two():
+    far.register()
+    torch.get_device_module("far").device_count = lambda: 2
+    torch.accelerator.device_count = lambda: 2
+
+
+def test_more_processes_than_devices_are_refused(runs):
+    """Two of them would share a device, each at half the speed, without a word."""
+    argv = [*ONCE, "--device", "far", "--use-deterministic-algorithms"]
+    refused(runs.run("crowded", 4, *argv, prepare=(register_two,)), "4 processes were started on this machine")
