@@ -12,6 +12,10 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
+if not hasattr(os, "fork"):  # before anything that needs it is imported
+    print("error: Touchstone needs Linux or macOS; on Windows, use it in WSL2", file=sys.stderr)
+    sys.exit(2)
+
 # Most characters of an error's line.
 MOST_LINE = 298
 

@@ -160,3 +160,24 @@ def test_a_tensorflow_beside_torch_is_not_imported(tmp_path):
     subprocess.run([sys.executable, "-c", script, tmp_path], env=environment, check=True)
     assert list(tmp_path.glob("events.out.tfevents.*"))
     assert not (tmp_path / "imported").exists()
+
+
+WITHOUT_FORK = """
+import os, runpy, sys
+sys.modules["fcntl"] = sys.modules["resource"] = None
+del os.fork
+name, sys.argv = sys.argv[1], sys.argv[1:]
+(runpy.run_path if name.endswith(".py") else runpy.run_module)(name, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["train.py", "scripts.evaluate", "scripts.export", "scripts.report", "scripts.prepare"]
+)
+def test_a_python_without_fork_as_on_windows_is_told_so_in_one_line(name):
+    """Imitated: a Python without `os.fork` and the modules that Windows lacks."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", WITHOUT_FORK, name, "--help"]
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: Touchstone needs Linux or macOS; on Windows, use it in WSL2\n"
