@@ -316,7 +316,7 @@ def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) 
     for line, row in _read_objects(path) if separator is None else _read_columns(path, separator, read):
         if lacking := [name for name in needed if name not in row]:
             columns = ", ".join(map(str, row)) or "none"
-            expected = f"{', '.join(needed)}, separated by {'tabs' if separator == chr(9) else 'commas'}"
+            expected = f"{', '.join(needed)}, separated by {'tabs' if separator == chr(9) else 'commas or semicolons'}"
             found = f"no column {lacking[0]}; the first line has {columns}"
             raise UserError(one_line(f"{path}, line {line}: {found}; expected {expected}"))
         yield line, row
