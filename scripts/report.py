@@ -10,7 +10,6 @@ import re
 import shlex
 import statistics
 import tomllib
-import urllib.parse
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from html import escape
@@ -257,7 +256,8 @@ def show_images(shown: Iterable[tuple[Image.Image, list[str]]], folder: Path) ->
     for image, lines in shown:
         picture = embedded(saved(ImageOps.fit(image, (160, 160)).save, "jpeg"), lines[0], "jpeg")
         if os.path.isfile(lines[0]):
-            address = urllib.parse.quote(os.fsencode(os.path.relpath(lines[0], folder)))
+            path = os.path.relpath(lines[0], folder)
+            address = re.sub(rb"[^\w./~-]", lambda sign: b"%%%02X" % sign[0][0], os.fsencode(path)).decode()
             picture = f'<a href="{escape(address)}">{picture}</a>'
         figures.append(f"<figure>{picture}<figcaption>{'<br>'.join(map(escape, lines))}</figcaption></figure>")
     return f"<div>{''.join(figures)}</div>"
