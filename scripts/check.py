@@ -20,7 +20,17 @@ from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.remote import RemotePack
 from loading.source import Source, count_classes
-from scripts.tool import add_train_option, as_place, build_parser, in_order, output_file, positive, run, write_report
+from scripts.tool import (
+    add_train_option,
+    as_place,
+    build_parser,
+    check_range,
+    in_order,
+    output_file,
+    positive,
+    run,
+    write_report,
+)
 from settings.options import BY_NAME
 
 PROG = "python -m scripts.check"
@@ -290,6 +300,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 def check(options: argparse.Namespace) -> int:
     """Print the report, and return the exit code."""
     check_workers(options.workers)
+    check_range(options.grey_range)
     report = Report()
     names = ("train",) if options.expect_val == 0 else ("train", "val")
     splits = open_splits(options.data_path, names, report, options.multi_label, options.extensions)

@@ -38,6 +38,7 @@ from scripts.tool import (
     as_place,
     build_parser,
     check_outside,
+    check_range,
     in_order,
     make_out,
     positive,
@@ -431,6 +432,7 @@ def work() -> None:
     """Pack as the command line says."""
     options = get_args_parser().parse_args()
     check_workers(options.workers)
+    check_range(options.grey_range)
     options.splits = ["train", *(["val"] if find_sources(options.data_path / "val") else [])]
     for name in options.splits:
         check_source(options.data_path / name)

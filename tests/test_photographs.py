@@ -253,3 +253,12 @@ def test_a_pack_keeps_the_tag_and_its_range_and_an_older_one_is_refused(tmp_path
     manifest.write_text(manifest.read_text().replace('"exif": "kept",', ""))
     older = run_train(tmp_path, *argv, "--output-dir", tmp_path / "c")
     refused(older, "--exif", "is a pack without the orientations of its images; pack again")
+
+
+@pytest.mark.parametrize("tool", ["check", "pack"])
+def test_a_range_the_wrong_way_round_is_refused(tmp_path, tool):
+    """Every image would be white, or none could be read."""
+    images = write_images(tmp_path / "images", {"train": [2, 2], "val": [2, 2]})
+    argv = [images] if tool == "check" else ["--data-path", images, tmp_path / "pack", "--short-side", 8]
+    outcome, _ = run_tool(tmp_path, tool, *argv, "--grey-range", 4095, 0, code=2)
+    assert "--grey-range 4095 0: expected two numbers, the lower first" in outcome.output
