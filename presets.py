@@ -200,11 +200,14 @@ class ClassificationPresetTrain(_Preset):
         crop_mode: str = "random",
     ) -> None:
         how = {"interpolation": interpolation, "antialias": True}
-        steps = {
-            "random": lambda: [transforms.RandomResizedCrop(crop_size, scale=(crop_scale, 1.0), **how)],
-            "squash": lambda: [transforms.Resize([crop_size, crop_size], **how)],
-            "border": lambda: _with_border(crop_size, crop_size, interpolation, mean),
-        }[crop_mode]()
+        if crop_mode == "border":
+            steps = _with_border(crop_size, crop_size, interpolation, mean)
+        elif crop_mode == "squash":
+            steps = [transforms.Resize([crop_size, crop_size], **how)]
+        elif crop_mode == "random":
+            steps = [transforms.RandomResizedCrop(crop_size, scale=(crop_scale, 1.0), **how)]
+        else:
+            raise ValueError(f"crop_mode {crop_mode!r}: expected 'random', 'squash' or 'border'")
         self.fill_border = steps[1] if crop_mode == "border" else None
         if hflip_prob > 0:
             steps.append(transforms.RandomHorizontalFlip(hflip_prob))
@@ -397,6 +400,8 @@ class ClassificationPresetEval(_Preset):
         grey_range: Sequence[int] | None = None,
         crop_mode: str = "center",
     ) -> None:
+        if crop_mode not in ("center", "squash", "border"):
+            raise ValueError(f"crop_mode {crop_mode!r}: expected 'center', 'squash' or 'border'")
         self.crop_size, self.resize_size, self.crop_mode = crop_size, resize_size, crop_mode
         if crop_mode == "border":
             steps = _with_border(resize_size, crop_size, interpolation, mean)

@@ -23,10 +23,10 @@ from settings.options import (
     NEEDED,
     PREPROCESSING,
     STATISTICS,
-    WITH_DEFAULT,
     fit_statistics,
     is_same_model,
     split_custom,
+    with_defaults,
 )
 
 
@@ -175,7 +175,7 @@ def choose_preprocessing(
         published, words = published_preprocessing(args.model, given.get("val_crop_size"))
         fitted = {name: fit_statistics(published[name], args.in_chans) for name in STATISTICS if name in published}
         found = [({**published, **fitted}, words), *found]
-    values, origins = {name: BY_NAME[name].default for name in WITH_DEFAULT}, {}
+    values, origins = with_defaults({}), {}
     for part, words in found:
         values |= part
         origins |= dict.fromkeys(part, words)

@@ -51,8 +51,8 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
     """
     environ = os.environ if environ is None else environ
     address = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
-    mpi = next((names for names in _MPI if {*names} <= environ.keys()), ("", "MPI", "", ""))
-    is_mpi = "RANK" not in environ and _read(environ, mpi[1], 1, least=1) > 1
+    mpi = next((names for names in _MPI if {*names} <= environ.keys()), None)
+    is_mpi = "RANK" not in environ and mpi is not None and _read(environ, mpi[1], least=1) > 1
     on_node = "LOCAL_WORLD_SIZE" if environ.get("LOCAL_WORLD_SIZE") else "SLURM_STEP_TASKS_PER_NODE"
     on_node = mpi[3] if is_mpi else on_node
     launch = Launch(
@@ -80,7 +80,7 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
         if not address.get("MASTER_ADDR"):
             address = _slurm_address(environ) | {name: value for name, value in address.items() if value}
     elif lacking := {"PMIX_RANK", "PMI_RANK"} & environ.keys():
-        if mpi[1] in environ or environ.get("SLURM_JOB_ID"):  # one process; a task of a batch script
+        if mpi is not None or environ.get("SLURM_JOB_ID"):  # one process; a task of a batch script
             return launch
         raise UserError(
             f"{min(lacking)} is set by a launcher that does not tell how many processes a machine has; use torchrun, "
@@ -103,17 +103,14 @@ def _read(environ: Mapping[str, str], name: str, default: int | None = None, lea
 
 def _mpi_address(environ: Mapping[str, str], given: Mapping[str, str], is_one_node: bool) -> dict[str, str]:
     """Return the address at which the processes of an mpirun meet: that which is given, or on one machine its own."""
-    import hashlib  # see above
-
     address = {name: value for name, value in given.items() if value}
     if not is_one_node and "MASTER_ADDR" not in address:
         raise UserError(
             "MASTER_ADDR is not set, and mpirun uses several machines; give them the name of rank 0's: mpirun -x "
             "MASTER_ADDR=NODE (Open MPI) or mpirun -genv MASTER_ADDR NODE (MPICH)"
         )
-    job = environ.get("PMIX_NAMESPACE") or str(_mpirun())
-    port = 20000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 12000
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port) if is_one_node else "29500", **address}
+    port = _port_of(environ.get("PMIX_NAMESPACE") or str(_mpirun())) if is_one_node else "29500"
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **address}
 
 
 def _mpirun() -> int:
@@ -127,12 +124,16 @@ def _mpirun() -> int:
 
 def _slurm_address(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the address at which the tasks of a Slurm step meet; each step has a port of its own."""
+    step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")  # missing: `place` says so
+    return {"MASTER_ADDR": first_slurm_host(nodes), "MASTER_PORT": _port_of(step)}
+
+
+def _port_of(job: str) -> str:
+    """Return a port for the processes of a job, the same in each of them."""
     import hashlib  # see above
 
-    step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
-    port = 20000 + int(hashlib.sha256(step.encode()).hexdigest(), 16) % 12000
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")  # missing: `place` says so
-    return {"MASTER_ADDR": first_slurm_host(nodes), "MASTER_PORT": str(port)}
+    return str(20000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 12000)
 
 
 def first_slurm_host(nodelist: str) -> str:

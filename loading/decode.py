@@ -249,20 +249,20 @@ def grey_bits(image: Image.Image) -> int:
     raise BadImageError(f"it has {reason} (Pillow's mode {image.mode}), {why}")
 
 
-def orientation_of(payload: bytes) -> int:
-    """Return how a file's image is stored, by EXIF: 1 upright, else a key of `_TURNS`; damaged metadata says nothing.
-
-    It is what Pillow's `exif_transpose` goes by. TIFF and HEIC files, which Pillow turns by itself, count as upright.
-    Raises as `open_image`.
-    """
+def read_orientation(payload: bytes) -> int:
+    """Return `orientation_of` the image in a file's bytes; raises as `open_image`."""
     if payload[:4] in (b"\xff\xd8\xff\xe0", b"\xff\xd8\xff\xe1", b"\x89PNG") and not any(
         sign in payload for sign in _SIGNS_OF_EXIF
     ):
         return 1
-    return _orientation(open_image(payload))
+    return orientation_of(open_image(payload))
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation_of(image: Image.Image) -> int:
+    """Return how an image is stored, by EXIF: 1 upright, else a key of `_TURNS`; damaged metadata says nothing.
+
+    It is what Pillow's `exif_transpose` goes by. TIFF and HEIC files, which Pillow turns by itself, count as upright.
+    """
     found = 1
     with contextlib.suppress(BadImageError), _blaming_bytes(0):
         found = 1 if image.format == "TIFF" else image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -299,21 +299,18 @@ def load_image(payload: bytes, grey_range: Sequence[int] | None = None) -> Image
         return _scale_grey(image, bits, grey_range) if image.mode[0] == "I" else image
 
 
-def _sample(source: Any, number: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the names and the bytes of some images, evenly spaced; none of a pack behind an address, or unreadable."""
-    numbers = numpy.unique(numpy.linspace(0, len(source) - 1, number, dtype=int)).tolist()
-    for each in numbers if "://" not in source.where else ():
-        with contextlib.suppress(Exception):  # whoever needs the image names it
-            yield source.name(each).lower(), source.read(each)
+def _sample(source: Any, number: int) -> list[int]:
+    """Return the numbers of some images, evenly spaced; of none in a pack behind an address."""
+    return [] if "://" in source.where else sorted({*numpy.linspace(0, len(source) - 1, number, dtype=int).tolist()})
 
 
 def unused_range(source: Any, how: Decoding) -> str:
     """Return a warning if the images of more than 8 bits, of 16 looked at, use at most a quarter of their range."""
     ends = []
-    for name, payload in _sample(source, 16):
-        with contextlib.suppress(Exception):
-            if not name.endswith((".jpg", ".jpeg")):
-                image = load_image(payload, how.grey_range)
+    for number in _sample(source, 16):
+        with contextlib.suppress(Exception):  # whoever needs the image names it
+            if not source.name(number).lower().endswith((".jpg", ".jpeg")):
+                image = load_image(source.read(number), how.grey_range)
                 ends += sum(to_mode(image).getextrema(), ()) if image.info["bits"] else ()
     low, high = min(ends, default=0), max(ends, default=255)
     share = f"{(high - low + 1) / 256:.0%} of their range: loaded, their pixels are {low} to {high} of 255"
@@ -324,9 +321,9 @@ def unused_range(source: Any, how: Decoding) -> str:
 def turned_share(source: Any, how: Decoding) -> str:
     """Return a remark if some images, of 64 looked at, are stored turned, or an empty text."""
     orientations = []
-    for _, payload in _sample(source, 64):
-        with contextlib.suppress(Exception):
-            orientations.append(orientation_of(payload))
+    for number in _sample(source, 64):
+        with contextlib.suppress(Exception):  # as above
+            orientations.append(read_orientation(source.read(number)))
     num_turned = sum(each != 1 for each in orientations)
     is_done = "they are turned" if how.exif else "without --exif they are read as stored, as torchvision does"
     found = f"EXIF says to turn {num_turned} of {counted(len(orientations), 'image')} looked at"
@@ -374,7 +371,7 @@ def decode_plainly(
             raise BadImageError(
                 f"its transparent colour has {payload[24]} bits per channel, but only 8 are supported; {remedy}"
             )
-        orientation = _orientation(image) if how.exif else 1
+        orientation = orientation_of(image) if how.exif else 1
         stored = (0, 0, *image.size) if box is None else turned_box(box, image.size, orientation)
         return to_mode(_cut(image, stored, orientation), how.mode)
 
@@ -397,7 +394,7 @@ class ImageFile:
 
     def __init__(self, payload: bytes, how: Decoding = AS_STORED) -> None:
         self.payload, self.how, self.frame = payload, how, read_frame(payload)
-        self.orientation = orientation_of(payload) if how.exif else 1
+        self.orientation = read_orientation(payload) if how.exif else 1
         if self.frame is None:
             size = open_image(payload).size
         else:

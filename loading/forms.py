@@ -12,7 +12,7 @@ from loading.decode import HEIC_REMEDY, can_read_heic
 from loading.index import ImageIndex
 from loading.lists import SEPARATORS, ListIndex
 from loading.remote import RemotePack, is_remote
-from loading.source import Source, list_folder
+from loading.source import HEIC_EXTENSIONS, Source, list_folder
 from settings import choices
 from settings.custom_code import load_function
 from settings.options import split_custom
@@ -108,7 +108,7 @@ def open_source(root: Path, separator: str | None = None, extensions: Sequence[s
             raise UserError(f"--multi-label needs a list of labels, such as {root}.csv; {source.where} is not a list")
         source.separator = separator
     if extensions and isinstance(source, ImageIndex):
-        if {".heic", ".heif"} & {*extensions} and not can_read_heic():
+        if {*HEIC_EXTENSIONS} & {*extensions} and not can_read_heic():
             raise UserError(f"--extensions {' '.join(extensions)} includes HEIC, {HEIC_REMEDY}")
         source.extensions = (*source.extensions, *extensions)
     return source.open()

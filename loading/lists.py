@@ -17,7 +17,7 @@ from errors import UserError, counted, did_you_mean, is_printable, one_line
 from files import open_to_read
 from loading.decode import HEIC_REMEDY, can_read_heic
 from loading.index import CLASSES, ImageIndex, Location, Scan, encode
-from loading.source import PHONE_EXTENSIONS, Source, encoded
+from loading.source import HEIC_EXTENSIONS, PHONE_EXTENSIONS, Source, encoded
 
 # By the ending of a list, what separates its columns; each line of .jsonl is an object of its own.
 SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": None}
@@ -64,7 +64,7 @@ class ListIndex(ImageIndex):
         rows = [row for row in rows if self._check_path(*row)]
         if not rows:
             raise UserError(f"{self.where} lists no images of {self.root.name}")
-        heics = [path for _, path, _ in rows if path.lower().endswith((".heic", ".heif"))]
+        heics = [path for _, path, _ in rows if path.lower().endswith(HEIC_EXTENSIONS)]
         if heics and not can_read_heic():
             raise UserError(
                 one_line(f"{self.where} lists {counted(len(heics), 'HEIC file')}, such as {heics[0]!r}, {HEIC_REMEDY}")

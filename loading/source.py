@@ -17,7 +17,8 @@ from files import open_to_read
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 # Those of phones, too, which ImageFolder does not read.
-PHONE_EXTENSIONS = (".avif", ".heic", ".heif")
+HEIC_EXTENSIONS = (".heic", ".heif")
+PHONE_EXTENSIONS = (".avif", *HEIC_EXTENSIONS)
 
 # 12 bytes for each of `decode.MAX_PIXELS`: a larger file can be no image, and would fill memory.
 _MAX_BYTES = 1 << 30

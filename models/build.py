@@ -312,29 +312,26 @@ def _leave_scores(model: nn.Module, _: tuple, output: Any) -> Any:
 def further_outputs(model: nn.Module, args: Any, num_images: int) -> tuple:
     """Return what a model returns beside the scores in training, for black images; its state stays as it is."""
     set_training_mode(model)
-    state = {name: each.detach().clone() for name, each in (*model.named_parameters(), *model.named_buffers())}
-    side, device = args.train_crop_size, next(model.parameters()).device
-    with torch.no_grad(), torch.random.fork_rng([]):
-        images = torch.zeros(num_images, args.in_chans, side, side, device=device)
-        output = torch.func.functional_call(model, state, images)
+    side = args.train_crop_size
+    output = _score_zeros_on(next(model.parameters()).device, model, (num_images, args.in_chans, side, side))
     return () if isinstance(output, Tensor) else tuple(output[1:])
 
 
 def _score_zeros(model: nn.Module, shape: tuple[int, ...]) -> Any:
     """Return a model's output for black images, without memory where it can run so; its state stays as it is."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-    def score(device: str) -> Any:
-        own = {name: tensor.detach().to(device, copy=True) for name, tensor in state.items()}
-        with torch.no_grad(), torch.random.fork_rng([]):
-            return torch.func.functional_call(model, own, torch.zeros(shape, device=device))
-
     try:
-        return score("meta")
+        return _score_zeros_on("meta", model, shape)
     except Exception:  # each kind of layer raises another error
-        if any(tensor.is_meta for tensor in state.values()):
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise
-        return score("cpu")  # a few models can only run with memory
+        return _score_zeros_on("cpu", model, shape)  # a few models can only run with memory
+
+
+def _score_zeros_on(device: torch.device | str, model: nn.Module, shape: tuple[int, ...]) -> Any:
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = {name: tensor.detach().to(device, copy=True) for name, tensor in state.items()}
+    with torch.no_grad(), torch.random.fork_rng([]):
+        return torch.func.functional_call(model, own, torch.zeros(shape, device=device))
 
 
 def _check_scores(output: Any, shape: tuple[int, int], args: Any) -> None:

@@ -166,10 +166,13 @@ def _build_own(args: Any, build: Callable[[], Any], num_classes: int, model: nn.
         criterion = build()
         if not callable(criterion):
             raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
-        for target in example_targets(args, num_classes) if num_classes else []:
-            scores = torch.arange(target.shape[0] * num_classes).view(-1, num_classes).cos()
+        targets = example_targets(args, num_classes) if num_classes else []
+        if targets:
+            scores = torch.arange(len(targets[0]) * num_classes).view(-1, num_classes).cos()
             more = further_outputs(model, args, len(scores)) if model is not None and split_custom(args.model) else ()
-            for output in [scores, (scores, *more)] if more else [scores]:
+            outputs = [scores, (scores, *more)] if more else [scores]
+        for target in targets:
+            for output in outputs:
                 _check_loss(criterion, output, target)
     return criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
 

@@ -278,7 +278,7 @@ class TrainedWeights:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights that are trained, by their names."""
-        return self._kept if self._kept is not None else self._copy()
+        return self._kept or self._copy()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Give the model the weights that are trained; KeyError if one is missing."""

@@ -24,7 +24,6 @@ from scripts.tool import (
     add_train_option,
     as_place,
     build_parser,
-    check_range,
     in_order,
     output_file,
     positive,
@@ -84,14 +83,14 @@ class Inspection(NamedTuple):
     moments: numpy.ndarray | None
 
 
-def oddities(image: Image.Image, payload: bytes) -> list[tuple[str, str]]:
-    """Return the harmless oddities of a decoded image, and of its file's bytes."""
+def oddities(image: Image.Image) -> list[tuple[str, str]]:
+    """Return the harmless oddities of a decoded image."""
     found = []
     if image.has_transparency_data:
         found.append(("alpha", f"mode {image.mode}"))
     if image.info["bits"]:
         found.append(("deep", f"{image.info['bits']} bits"))
-    if (orientation := orientation_of(payload)) != 1:
+    if (orientation := orientation_of(image)) != 1:
         found.append(("turned", f"EXIF orientation {orientation}"))
     return found
 
@@ -109,8 +108,7 @@ def inspect_images(splits: dict[str, Source], options: Any, images: list[tuple[s
         payload, measured = b"", None
         try:
             payload = retry(partial(splits[split].read, number))
-            image = load_image(payload, options.grey_range)
-            found = oddities(image, payload)
+            found = oddities(image := load_image(payload, options.grey_range))
             if split == "val" or len(splits) == 1:  # evaluated, as are those of --minival
                 resized_size(image.height, image.width, resize_size)
             image = decode_plainly(payload, None, Decoding(MODES[options.statistics or 3]), image)
@@ -300,7 +298,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 def check(options: argparse.Namespace) -> int:
     """Print the report, and return the exit code."""
     check_workers(options.workers)
-    check_range(options.grey_range)
+    BY_NAME["grey_range"].check(options.grey_range)
     report = Report()
     names = ("train",) if options.expect_val == 0 else ("train", "val")
     splits = open_splits(options.data_path, names, report, options.multi_label, options.extensions)

@@ -178,10 +178,11 @@ def score_set(each: ImageSet, model: nn.Module, loader: data.DeviceLoader, k: in
     rows = [torch.zeros(0, 1 + width, dtype=torch.float64)]
     progress = Progress(f"evaluating on {each.name}", len(loader.loader.sampler), "images")
     for (image, _), keys in zip(loader, image_numbers(loader), strict=True):
-        scores = model(image)
+        output = model(image)
         if labels.ndim == 1:
-            scores = _rank(each.columns, scores, labels[keys].to(image.device), k)
-        ranked = scores.cpu().double()
+            ranked = _rank(each.columns, output, labels[keys].to(image.device), k)
+        else:
+            ranked = (output if output.is_cuda else output.cpu()).double()  # as in `rank_classes`
         rows.append(torch.cat([keys[:, None].to(ranked.device), ranked], dim=1))
         progress.update(len(keys))
     gathered = torch.cat(collectives.all_gather(torch.cat([part.cpu() for part in rows]))).numpy()
@@ -383,7 +384,9 @@ def validate(options: argparse.Namespace) -> None:
         require_package("matplotlib", "--confusion FILE.png")
 
 
-def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -> tuple[list[ImageSet], list[str]]:
+def open_sets(
+    options: argparse.Namespace, trained: Trained, decoding: Decoding, num_classes: int
+) -> tuple[list[ImageSet], list[str]]:
     """Return the sets, and the names of the model's classes for the results."""
     part = options.minival, options.minival_fold or 0
     seen = trained.trained_with.get("minival"), trained.trained_with.get("minival_fold", 0)
@@ -395,7 +398,7 @@ def open_sets(options: argparse.Namespace, trained: Trained, num_classes: int) -
         name, source = open_named("--set", text, trained.args.multi_label, options.extensions)
         if name == "minival":
             source, _ = data.hold_out(source, *part)
-        sets.append(ImageSet(name, source, trained.preset.decoding))
+        sets.append(ImageSet(name, source, decoding))
     return sets, number_classes(sets, trained, num_classes)
 
 
@@ -407,11 +410,11 @@ def evaluate(options: argparse.Namespace) -> None:
         raise UserError("--confusion is of models of one class an image, and this one was trained with --multi-label")
     args = tool_options(trained, options, is_alone=False)
     num_classes = trained.count_classes()
-    sets, names = open_sets(options, trained, num_classes)
+    preset = trained.preset
+    sets, names = open_sets(options, trained, preset.decoding, num_classes)
     for each in sets:
         data.note_files(each.name, each.source, args, args.val_resize_size)
     set_up_threads(args.replaced(use_deterministic_algorithms=True))
-    preset = trained.preset
     images = [data.IndexedImageFolder(each.source.root, preset, source=each.source) for each in sets]
     # Before other threads start, such as the process group's: see `BatchLoader.start`.
     loaders = data.start_loaders(images, args)

@@ -38,12 +38,12 @@ from scripts.tool import (
     as_place,
     build_parser,
     check_outside,
-    check_range,
     in_order,
     make_out,
     positive,
     run,
 )
+from settings.options import BY_NAME
 
 PROG = "python -m scripts.pack"
 
@@ -127,12 +127,12 @@ def plan_shards(splits: list[Split], shard_bytes: int) -> list[Shard]:
     return shards
 
 
-def shrink(image: Image.Image, px: int, orientation: int = 1) -> bytes:
+def shrink(image: Image.Image, px: int) -> bytes:
     """Return an image as a JPEG whose shorter side is at most `px`; the other is rounded down, as by torchvision.
 
     An EXIF orientation but 1 is written beside the pixels, which stay as they were stored.
     """
-    shorter = min(image.size)
+    shorter, orientation = min(image.size), orientation_of(image)
     size = tuple(int(px * length / shorter) for length in image.size)
     image = to_mode(image)
     if shorter > px:
@@ -157,9 +157,8 @@ def pack_images(options: argparse.Namespace, task: tuple[Source, range]) -> list
     (source, numbers), packed = task, []
     for number in numbers:
         try:
-            payload = retry(partial(source.read, number))
-            image = load_image(payload, options.grey_range)
-            packed.append(shrink(image, options.short_side, orientation_of(payload)))
+            image = load_image(retry(partial(source.read, number)), options.grey_range)
+            packed.append(shrink(image, options.short_side))
         except ImageError:
             raise
         except Exception as error:
@@ -432,7 +431,7 @@ def work() -> None:
     """Pack as the command line says."""
     options = get_args_parser().parse_args()
     check_workers(options.workers)
-    check_range(options.grey_range)
+    BY_NAME["grey_range"].check(options.grey_range)
     options.splits = ["train", *(["val"] if find_sources(options.data_path / "val") else [])]
     for name in options.splits:
         check_source(options.data_path / name)

@@ -203,11 +203,12 @@ def predict(options: argparse.Namespace) -> int:
         device = torch.device(tool_options(trained, options).device)
         model = trained.model if device.type == "cpu" else trained.model.to(device)
         score = partial(_top, lambda image: model(image.to(device)), trained.classes, options, is_multi_label)
-        results = list(predict_all(trained.preset, score, [path for path, _ in images], options.batch_size))
+        preset = trained.preset
+        results = list(predict_all(preset, score, [path for path, _ in images], options.batch_size))
         predictions = [each for each in results if isinstance(each, Prediction)]
         if options.html is not None:
             pairs = [pair for pair in zip(results, truths, strict=True) if isinstance(pair[0], Prediction)]
-            write_page(options, pairs, trained.preset.decoding, is_ranked=not is_multi_label)
+            write_page(options, pairs, preset.decoding, is_ranked=not is_multi_label)
         if options.csv is not None:
             pairs = zip(results, truths, strict=True)
             rows = [[each.file, truth, *chain(*each.top)] for each, truth in pairs if isinstance(each, Prediction)]

@@ -407,22 +407,28 @@ def rank_runs(runs: list[LoggedRun]) -> str:
     return table(["run", f"best {PANELS[name].partition(',')[0]}", "of", "epoch", "time", *differing], rows)
 
 
-def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:
-    """Return the sections of several runs by their titles, beside their table and curves."""
-    results, settings, metric = [], [], best_metric(next(iter(groups.values()))[0])
+def describe_settings(groups: dict[str, list[LoggedRun]]) -> str:
+    """Return the table of several settings: mean and deviation of the best result of their runs."""
+    rows, metric = [], best_metric(next(iter(groups.values()))[0])
     for label, group in groups.items():
         found = [best for run in group for kind, (best, _) in bests(run, metric).items() if kind in ("val", "minival")]
         if found:
-            settings.append([label, len(found), f"{statistics.fmean(found):.3f} \u00b1 {spread(found):.3f}"])
+            rows.append([label, len(found), f"{statistics.fmean(found):.3f} \u00b1 {spread(found):.3f}"])
+    title = f"best {PANELS[metric].partition(',')[0]}, mean \u00b1 standard deviation"
+    return table(["setting", "runs", title], rows) if rows else ""
+
+
+def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:
+    """Return the sections of several runs by their titles, beside their tables and curves."""
+    results = []
+    for label, group in groups.items():
         for kind, name in itertools.product(kinds_in(group), results_in(group)):
             last = [list(points.values())[-1] for run in group if (points := run.points(kind, name))]
             if last:
                 spreads = f"{spread(last):.2g}" if len(last) > 1 else ""
                 results.append([label, f"{kind} {name}", len(last), statistics.fmean(last), spreads])
     note = "<p>Runs that differ only in seed or fold are one line, their mean, in a band of one standard deviation."
-    title = f"best {PANELS[metric].partition(',')[0]}, mean \u00b1 standard deviation"
-    first = {"Settings": table(["setting", "runs", title], settings)} if len(settings) < len(results) else {}
-    return {**first, "Last results": table(["runs", "measure", "number", "mean", "standard deviation"], results) + note}
+    return {"Last results": table(["runs", "measure", "number", "mean", "standard deviation"], results) + note}
 
 
 def write_report(folders: list[Path], out: Path | None = None) -> Path:
@@ -430,10 +436,12 @@ def write_report(folders: list[Path], out: Path | None = None) -> Path:
     runs = [LoggedRun(folder) for folder in dict.fromkeys(folders)]
     groups, is_one = group_seeds(runs), len(runs) == 1
     figures = draw_curves(groups)
-    first = {"Result": describe_result(runs[0])} if is_one else {"Runs": rank_runs(runs)}
+    if is_one:
+        first, more = {"Result": describe_result(runs[0])}, describe_run(runs[0])
+    else:
+        first, more = {"Settings": describe_settings(groups), "Runs": rank_runs(runs)}, compare_runs(groups)
     curves = {"Curves": show_curves(figures) if figures else "<p>No records yet.</p>"}
-    more = describe_run(runs[0]) if is_one else compare_runs(groups)
-    sections = {**({"Settings": more.pop("Settings")} if "Settings" in more else {}), **first, **curves, **more}
+    sections = first | curves | more
     path = out or (runs[0].folder / "report.html" if is_one else Path("comparison.html"))
     tool.write_output(path, page(runs[0].name if is_one else f"{len(runs)} runs", sections), "--out")
     return path

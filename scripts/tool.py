@@ -56,12 +56,6 @@ def add_train_option(parser: argparse.ArgumentParser, name: str, text: str) -> N
     parser.set_defaults(**{option.dest: None})
 
 
-def check_range(bounds: list[int] | None) -> None:
-    """Raise UserError for a `--grey-range` whose ends are equal or the wrong way round."""
-    if bounds is not None and bounds[0] >= bounds[1]:
-        raise UserError(f"--grey-range {bounds[0]} {bounds[1]}: expected two numbers, the lower first")
-
-
 def positive(text: str) -> int:
     """Return a number of at least one; an argparse type."""
     if not text.isdecimal() or int(text) < 1:

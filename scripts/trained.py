@@ -22,7 +22,7 @@ from models.trained import build_evaluated
 from presets import ClassificationPresetEval, build_presets
 from scripts.tool import add_train_option, positive
 from settings import config
-from settings.options import BY_NAME, PREPROCESSING, WHY_TYPED, WITH_DEFAULT, is_same_model, split_custom
+from settings.options import BY_NAME, PREPROCESSING, WHY_TYPED, WITH_DEFAULT, is_same_model, split_custom, with_defaults
 
 # Format of the descriptions; its number changes when older readers would misread new descriptions. The first lacked
 # `WITH_DEFAULT`.
@@ -116,8 +116,7 @@ def tool_options(trained: Trained, options: argparse.Namespace, *, is_alone: boo
 def open_from_options(options: argparse.Namespace, *, is_predicting: bool = False) -> Trained:
     """Return the model that the arguments of `add_options` name, and print how its images are prepared.
 
-    Exported graphs, which compute on the CPU, are
-    opened only to predict: a .pt2 is a program.
+    Exported graphs, which compute on the CPU, are opened only to predict: a .pt2 is a program.
     """
     path, given = Path(options.checkpoint), {name: getattr(options, name) for name in PREPROCESSING}
     given = {name: value for name, value in given.items() if value is not None}
@@ -223,11 +222,10 @@ def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
         description = {name: content[name] for name in _FIELDS}
         if type(description["has_several_labels"]) is not bool:
             raise UserError("has_several_labels is neither true nor false")
-        preprocessing = description["preprocessing"]
+        preprocessing = description["preprocessing"] = with_defaults(description["preprocessing"])
         for key, option in OPTIONS.items():
-            value = preprocessing.get(key, BY_NAME[option].default) if key in WITH_DEFAULT else preprocessing[key]
-            is_empty = value is None and key not in WITH_DEFAULT
-            if is_empty or not BY_NAME[option].is_value(value):
+            value = preprocessing[key]
+            if (value is None and key not in WITH_DEFAULT) or not BY_NAME[option].is_value(value):
                 raise UserError(f"{key} is {str(value)[:80]!r}")
             BY_NAME[option].check(value)
         if not len(preprocessing["mean"]) == len(preprocessing["std"]) in BY_NAME["in_chans"].choices:
@@ -247,8 +245,7 @@ def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
 
 def _options_in(description: dict[str, Any]) -> dict[str, Any]:
     """Return the options of train.py that a description holds."""
-    found = description["preprocessing"]
-    known = {option: found[key] for key, option in OPTIONS.items() if key in found}
+    known = {option: description["preprocessing"][key] for key, option in OPTIONS.items()}
     several = {"multi_label": ",", "bce_loss": True} if description["has_several_labels"] else {}
     return {**known, **several, "in_chans": len(known["mean"])}
 

@@ -86,8 +86,6 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data"),
     (lambda args: next((each for each in args.extensions or () if each[0] != "."), ""),
      "--extensions {found}: expected a dot and letters, such as .avif"),
-    (lambda args: args.grey_range and args.grey_range[0] >= args.grey_range[1],
-     "--grey-range {grey_range[0]} {grey_range[1]}: expected two numbers, the lower first"),
     (lambda args: (args.global_batch_size or 0) % args.batch_size
      and max(args.global_batch_size // args.batch_size, 1) * args.batch_size,
      "--global-batch-size {global_batch_size} is not a multiple of --batch-size {batch_size}; give {found}"),
@@ -543,7 +541,7 @@ def assign(args: Resolved, state: dict | None) -> Assigned:
         shards = {"global_batch_size": global_batch_size, "num_shards": global_batch_size // args.batch_size}
         return Assigned(**{**vars(args), **shards})
     # Checkpoints of before an option had its default.
-    known = {**{name: BY_NAME[name].default for name in options.WITH_DEFAULT}, **state["args"]}
+    known = options.with_defaults(state["args"])
     args, lines = _with_options_of(args, known, [name for name in BY_NAME if options.is_filled_in(name, args)])
     for line in lines:
         print(line)

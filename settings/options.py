@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -36,10 +36,8 @@ COMPILE_MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-
 # Options with a value for each channel; the preprocessing of an evaluation.
 STATISTICS = ("mean", "std")
 # Weights that do not tell the last ones, as those of other scripts, have their defaults.
-NEEDED, WITH_DEFAULT = (
-    ("val_resize_size", "val_crop_size", "interpolation", *STATISTICS),
-    ("crop_mode", "exif", "grey_range"),
-)
+NEEDED = ("val_resize_size", "val_crop_size", "interpolation", *STATISTICS)
+WITH_DEFAULT = ("crop_mode", "exif", "grey_range")
 PREPROCESSING = (*NEEDED, *WITH_DEFAULT)
 
 
@@ -79,6 +77,7 @@ class Option:
     is_of_checkpoint: bool = False  # an evaluation takes it from the checkpoint's run unless it is given
     needs: str = ""  # options without one of which it has no effect: `mixup_alpha|cutmix_alpha`, `opt=adamw|timm/`
     not_with: str = ""  # options beside any of which it has no effect
+    is_range: bool = False  # two numbers, the lower first
     is_strict: bool = False  # refused where the command line gives it without `needs`; for options of ours
     metavar: str | tuple[str, ...] | None = None  # this and the rest are argparse's; by default N for an integer
     choices: Sequence[Any] | None = None
@@ -131,6 +130,8 @@ class Option:
             if type(number) in (int, float) and (expected := self._misses(number)):
                 given = number if abs(number) < 1 << 63 or type(number) is float else "of that many digits"
                 raise UserError(f"{self.flag} {given}: expected {expected}")
+        if self.is_range and isinstance(value, list | tuple) and value[0] >= value[1]:
+            raise UserError(f"{self.flag} {value[0]} {value[1]}: expected two numbers, the lower first")
 
     def _misses(self, number: float) -> str:
         """Return the bound that a number lies beyond, in words, or an empty string."""
@@ -248,7 +249,7 @@ OPTIONS = {
                help="turn images as their EXIF orientation says, in training, evaluation and all tools; phones store "
                     "many sideways (default: as stored, as torchvision reads them)"),
         Option("--grey-range", metavar=("LOW", "HIGH"), type=int, nargs=2, at_least=0, at_most=(1 << 16) - 1,
-               is_of_checkpoint=True, not_with="synthetic",
+               is_range=True, is_of_checkpoint=True, not_with="synthetic",
                help="samples of grey images of more than 8 bits that become black and white, such as 0 4095 for 12 "
                     "bits (default: the full range of their format)"),
         Option("--in-chans", metavar="N", default=3, choices=[1, 3, 4], is_of_checkpoint=True,
@@ -577,6 +578,11 @@ BY_NAME = {option.dest: option for options in OPTIONS.values() for option in opt
 def defaults() -> dict[str, Any]:
     """Return the default of every option by its name."""
     return {name: option.default for name, option in BY_NAME.items()}
+
+
+def with_defaults(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return preprocessing that is known, with the defaults of `WITH_DEFAULT` for what it does not tell."""
+    return {**{name: BY_NAME[name].default for name in WITH_DEFAULT}, **known}
 
 
 # The end of every message that refuses code which a file names.

@@ -49,6 +49,7 @@ LAUNCHES = {
     "MPI of one process": ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {}),
     "srun with PMI 2": ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}, {"RANK": "5", "MASTER_ADDR": "gpu07"}),
     "srun with PMIx": ({**SRUN, "PMIX_RANK": "5"}, {"RANK": "5", "MASTER_ADDR": "gpu07"}),
+    "a variable called MPI": ({"MPI": "openmpi"}, {}),
     "nothing": ({}, {}),
     "a batch script": (without(SRUN, "STEP"), {}),
     "srun of one task": ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, {}),

@@ -13,7 +13,7 @@ from torchvision.transforms import functional
 from checkpointing.archive import load_checkpoint
 from errors import BadImageError, UserError
 from loading import decode
-from loading.decode import Decoding, ImageFile, decode_plainly, load_image, orientation_of
+from loading.decode import Decoding, ImageFile, decode_plainly, load_image, read_orientation
 from loading.forms import open_source
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from randomness import Draws
@@ -68,7 +68,7 @@ def test_boxes_of_turned_images_are_those_of_pillow(form, orientation):
 def test_damaged_metadata_say_nothing():
     for exif in (b"Exif\0\0MM\0*\0\0\0\x08\0\5\x01\x1a", b"Exif\0\0", b"Exif\0\0II*\0" + b"\xff" * 40):
         payload = encoded(picture(), "JPEG", exif=exif)
-        assert orientation_of(payload) == 1
+        assert read_orientation(payload) == 1
         assert decode_plainly(payload, how=TURNED).tobytes() == decode_plainly(payload).tobytes()
 
 
@@ -262,3 +262,9 @@ def test_a_range_the_wrong_way_round_is_refused(tmp_path, tool):
     argv = [images] if tool == "check" else ["--data-path", images, tmp_path / "pack", "--short-side", 8]
     outcome, _ = run_tool(tmp_path, tool, *argv, "--grey-range", 4095, 0, code=2)
     assert "--grey-range 4095 0: expected two numbers, the lower first" in outcome.output
+
+
+@pytest.mark.parametrize("preset", [ClassificationPresetTrain, ClassificationPresetEval])
+def test_a_crop_mode_that_is_none_is_refused(preset):
+    with pytest.raises(ValueError, match="crop_mode 'corner': expected"):
+        preset(crop_size=32, crop_mode="corner")

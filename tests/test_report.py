@@ -15,6 +15,7 @@ from errors import UserError
 from scripts.report import (
     LoggedRun,
     compare_runs,
+    describe_settings,
     draw_confusion,
     draw_curves,
     group_seeds,
@@ -209,7 +210,7 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
         ["80", "val", "2", "2h30m", "0.1", "2"], ["40", "val", "2", "2h30m", "0.1", "1"],
         ["20", "val", "2", "2h30m", "0.1", "0"], ["20", "val", "2", "2h30m", "0.2", "0"],
     ]  # fmt: skip
-    page = Cells("".join(compare_runs(groups).values()))
+    page = Cells("".join([describe_settings(groups), *compare_runs(groups).values()]))
     assert ["s (3 runs)"[-8:], "3"] == [page.rows[1][0][-8:], page.rows[1][1]]
     assert page.rows[1][2] == f"{mean:.3f} \u00b1 {deviation:.3f}"
     assert next(row[2:] for row in page.rows if row[1:2] == ["val acc1"]) == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
