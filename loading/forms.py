@@ -12,7 +12,7 @@ from loading.decode import HEIC_REMEDY, can_read_heic
 from loading.index import ImageIndex
 from loading.lists import SEPARATORS, ListIndex
 from loading.remote import RemotePack, is_remote
-from loading.source import HEIC_EXTENSIONS, Source, list_folder
+from loading.source import HEIC_EXTENSIONS, Source, check_label_sets, list_folder
 from settings import choices
 from settings.custom_code import load_function
 from settings.options import split_custom
@@ -77,7 +77,7 @@ def open_named(
         raise UserError(f"{option} {text}: expected NAME=DIR, such as val=/data/imagenet/val")
     if is_remote(place):
         url, _, split = place.rstrip("/").rpartition("/")
-        return name, RemotePack(url, split, **remote)
+        return name, check_label_sets(RemotePack(url, split, **remote), separator)
     if {"train", "val"} <= {*list_folder(Path(place))}:
         raise UserError(f"{option} {text}: it holds train/ and val/; give one of them, such as {name}={place}/val")
     root = Path(place) if Path(place).name not in ("", "..") else Path(os.path.abspath(place))
@@ -93,54 +93,47 @@ def open_named(
 def open_source(root: Path, separator: str | None = None, extensions: Sequence[str] | None = None) -> Source:
     """Return the preferred source of a split, opened; its root is the data path and the split's name.
 
-    With a `separator` it is a list whose images have several labels. `extensions` are further ones of images.
+    With a `separator` it is a list whose images have several labels, or a pack of it. `extensions` are further ones of
+    images.
 
     Raises:
-        UserError: the split is not there, cannot be an image folder, or is no list and needs to be one.
+        UserError: the split is not there, cannot be an image folder, or its images have one label and need several.
     """
     if root.name in ("", ".."):
         root = Path(os.path.abspath(root))
     source, *others = check_source(root)
     if others:
         print(one_line(f"{source.where} is used, not {' or '.join(other.where for other in others)}"))
-    if separator is not None:
-        if not isinstance(source, ListIndex):
-            raise UserError(f"--multi-label needs a list of labels, such as {root}.csv; {source.where} is not a list")
+    if isinstance(source, ListIndex):
         source.separator = separator
     if extensions and isinstance(source, ImageIndex):
         if {*HEIC_EXTENSIONS} & {*extensions} and not can_read_heic():
             raise UserError(f"--extensions {' '.join(extensions)} includes HEIC, {HEIC_REMEDY}")
         source.extensions = (*source.extensions, *extensions)
-    return source.open()
+    return check_label_sets(source.open(), separator)
 
 
 def open_split(folder: str, args: Any) -> Source:
     """Return a split's opened source, in a folder, behind an address or by FILE.py:FUNCTION; UserError for none."""
     name = os.path.basename(folder)
     if is_remote(args.data_path):
-        if args.multi_label:
-            raise UserError(f"--multi-label needs a list of labels; --data-path {args.data_path} is a pack")
-        return RemotePack(args.data_path, name, **remote_options(args))
+        return check_label_sets(RemotePack(args.data_path, name, **remote_options(args)), args.multi_label)
     if not split_custom(args.data_path or ""):
         return open_source(Path(folder), args.multi_label, args.extensions)
     with in_one_line(f"--data-path {args.data_path}"):
         source = load_function("data_path", args)(name)
         if not isinstance(source, Source) or not 0 < len(source) < 1 << 31:
             raise UserError(f"it returned {source!r:.80} for {name}; expected a Source of fewer than 2**31 images")
-        _check_labels(source, args.multi_label)
+        _check_labels(check_label_sets(source, args.multi_label))
         source.fingerprint()  # whose names may be no text
     return source
 
 
-def _check_labels(source: Source, separator: str | None) -> None:
+def _check_labels(source: Source) -> None:
     """Refuse a source of the user's own whose classes, labels or first image cannot be."""
     names, sets = source.classes, source.label_sets
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
         raise UserError("classes: expected a list of unique names")
-    if (sets is None) == bool(separator):
-        raise UserError(
-            "label_sets are for images with several labels: give both label_sets and --multi-label, or neither"
-        )
     if sets is not None and (sets.dtype != bool or sets.shape[1:] != (len(names),)):
         raise UserError(f"label_sets are {sets.dtype} of shape {sets.shape}; expected bool of (sets, {len(names)})")
     labels, most = [source.label(number) for number in range(len(source))], len(names if sets is None else sets)

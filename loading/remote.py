@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 import numpy
 
 from distributed import signals
-from errors import ImageError, UserError, explain_limit, one_line, require_package
+from errors import ImageError, UserError, explain_limit, in_one_line, one_line, require_package
 from files import open_regular
 from loading.index import ArraySource
-from loading.source import digest
+from loading.source import decode_label_sets, digest
 
 # The first line of an index is JSON with this format; the arrays of `COLUMNS` follow, in their order.
 FORMAT = "touchstone pack index 1"
@@ -105,6 +105,8 @@ def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndar
         for name, kind in COLUMNS.items():
             columns[name] = numpy.frombuffer(body, kind, number, start)
             start += columns[name].nbytes
+        if not metadata.get("labels") and metadata["classes"] != sorted(metadata["classes"]):
+            raise ValueError("its classes are not in order")
         _check_columns(metadata["classes"], metadata["shards"], columns)
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, zlib.error) as error:
         raise UserError(f"{where} is no index of this version ({error}); pack again: python -m scripts.pack") from error
@@ -114,7 +116,7 @@ def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndar
 def _check_columns(classes: list[str], files: list[dict], columns: dict[str, numpy.ndarray]) -> None:
     """Raise an error, such as ValueError, unless an index's classes and shards are some, and every image is of one."""
     texts, lengths = [*classes, *(each["sha256"] for each in files)], [each["bytes"] for each in files]
-    if classes != sorted({*classes}) or {*map(type, texts)} != {str} or {*map(type, lengths)} != {int}:
+    if len(classes) != len({*classes}) or {*map(type, texts)} != {str} or {*map(type, lengths)} != {int}:
         raise ValueError("it has no valid classes or shards")
     has_names = all(re.fullmatch(r"[\w.-]+", each["file"]) for each in files)
     if not has_names or not 0 < min(lengths) <= sum(lengths) < 1 << 60:
@@ -504,6 +506,11 @@ class RemotePack(ArraySource):
                 if attempt == 2:
                     raise
         self.classes, self.labels, self.files = self.pack["classes"], self.columns["labels"], self.pack["shards"]
+        if several := self.pack.get("labels"):
+            with in_one_line(f"{where} is damaged; pack again"):
+                self.label_sets, self.classes = decode_label_sets(**several), several["classes"]
+                if list(several["folders"]) != self.pack["classes"]:
+                    raise ValueError("its folders are others")
         lengths = [0, *(each["bytes"] for each in self.files)]
         begins = numpy.cumsum(lengths, dtype=numpy.int64)[self.columns["shards"]]
         home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "touchstone"

@@ -211,6 +211,26 @@ def without(source: Source, numbers: Iterable[int]) -> Subset:
     return Subset(source, numpy.setdiff1d(numpy.arange(len(source)), numpy.fromiter(numbers, dtype=numpy.int64)))
 
 
+def check_label_sets(source: Source, separator: str | None) -> Source:
+    """Return an opened source; UserError unless its images have several labels just where --multi-label says so."""
+    if source.label_sets is not None and separator is None:
+        raise UserError(f"{source.where} holds images with several labels (label_sets); give --multi-label")
+    if source.label_sets is None and separator is not None:
+        found = f"{source.where} has one label per image"
+        raise UserError(
+            f"--multi-label needs a list of labels, such as {source.root}.csv, a pack of it, or label_sets; {found}"
+        )
+    return source
+
+
+def decode_label_sets(folders: dict[str, list[str]], classes: list[str]) -> numpy.ndarray:
+    """Return the `Source.label_sets` of a pack, a row for each folder; ValueError or TypeError if they are none."""
+    is_known = {*chain(*folders.values())} <= {*classes}
+    if not is_known or len({*classes}) < len(classes) or {*map(type, classes)} != {str}:
+        raise ValueError("it has no valid classes and labels")
+    return numpy.array([[name in labels for name in classes] for labels in folders.values()], dtype=bool)
+
+
 def check_num_bytes(num_bytes: int) -> None:
     """Raise BadImageError if a file is too large for an image."""
     if num_bytes > _MAX_BYTES:

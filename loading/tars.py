@@ -10,12 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from errors import ImageError, UserError, one_line
+from errors import ImageError, UserError, in_one_line, one_line
 from files import open_to_read, read_at
 from loading.index import CLASSES, REMOVE_FROM_TAR, ImageIndex, Location, Scan, check_hidden
 from loading.progress import Progress
 from loading.samples import LABELS, Samples
-from loading.source import PHONE_EXTENSIONS, Source, check_num_bytes, digest, encoded, list_folder
+from loading.source import (
+    PHONE_EXTENSIONS,
+    Source,
+    check_num_bytes,
+    decode_label_sets,
+    digest,
+    encoded,
+    list_folder,
+)
 
 # The manifest that scripts/pack.py writes next to its shards, and the values by which it is recognised.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -113,14 +121,29 @@ class TarIndex(ImageIndex):
             print(one_line(f"{unread} and files like it hold no label: the folder, or the tar's name, is the class"))
         found = reader.folders()
         ordered = sorted((folder.split("/")[0], folder) for folder in found if folder)
-        classes = sorted({name for name, _ in ordered})
+        folders = classes = sorted({name for name, _ in ordered})
         self.check_classes(classes, len(found.get("", ())))
-        labels = {name: label for label, name in enumerate(classes)}
+        if isinstance(self.pack, dict) and (several := self.pack.get(f"{self.root.name} labels")):
+            folders, classes = self._read_label_sets(several, scan)
+        labels = {name: label for label, name in enumerate(folders)}
+        with in_one_line(
+            f"{self.where} is not as its {PACK_MANIFEST} says; pack again, for it has no labels for a folder"
+        ):
+            ordered.sort(key=lambda each: (labels[each[0]], each[1]))
         for name, folder in ordered:
             locations = found[folder]
             names = sorted(locations)
             scan.add(folder, labels[name], names, [locations[each] for each in names])
         return classes
+
+    def _read_label_sets(self, several: dict, scan: Scan) -> tuple[list[str], list[str]]:
+        """Return the folders of a pack of several labels, in the order of their labels, and its classes."""
+        manifest = self.files[0].parent / PACK_MANIFEST
+        scan.watch(str(manifest), os.stat(manifest))
+        self.may_lack_classes = True  # as its list did
+        with in_one_line(f"{manifest} is damaged; pack again"):
+            scan.label_sets = decode_label_sets(several["folders"], several["classes"])
+            return list(several["folders"]), several["classes"]
 
 
 def _tars_in(folder: Path) -> list[Path]:

@@ -86,10 +86,16 @@ class Split:
     def __init__(self, options: argparse.Namespace, name: str) -> None:
         self.name = name
         self.root = options.data_path / name
-        self.source = open_source(self.root, extensions=options.extensions)
+        self.source = open_source(self.root, options.multi_label, options.extensions)
         self.names = [self.source.name(number) for number in range(len(self.source))]
         self.sizes = [self.source.size(number) for number in range(len(self.source))]
-        if self.source.classes != sorted(self.source.classes):
+        self.folders = sorted({name.split("/")[0] for name in self.names})  # in the order of their labels
+        if self.source.label_sets is not None:
+            _, first = numpy.unique(self.source.labels, return_index=True)
+            self.folders = [self.names[number].split("/")[0] for number in first]
+            if len({*self.folders}) < len(self.folders):
+                raise UserError(f"{self.source.where}: rename the class 'no label', which images without one have here")
+        elif self.source.classes != sorted(self.source.classes):
             raise UserError(
                 f"{self.source.where}: a pack numbers classes in alphabetical order, which would be another one here; "
                 "call them so that they sort, such as 01 and 10"
@@ -100,6 +106,10 @@ class Split:
         lines = "".join(f"{name} {size}\n" for name, size in zip(self.names, self.sizes, strict=True))
         facts = {"images": len(self.names), "classes": len(self.source.classes), "bytes": sum(self.sizes)}
         facts["SHA-256 of names and sizes"] = hashlib.sha256(os.fsencode(lines)).hexdigest()
+        if (sets := self.source.label_sets) is not None:
+            classes = self.source.classes
+            labels = [[classes[each] for each in numpy.flatnonzero(row)] for row in sets]
+            facts["labels"] = {"folders": dict(zip(self.folders, labels, strict=True)), "classes": classes}
         return {f"{self.name} {key}": value for key, value in facts.items()}
 
 
@@ -335,19 +345,18 @@ class Pack:
         places = numpy.concatenate([self._places(shard.file) for shard in shards])
         numbers = numpy.repeat(numpy.arange(len(shards)), [shard.stop - shard.start for shard in shards])
         # As `TarIndex` numbers them: by classes, folders and names.
-        keys = [(name.split("/")[0], *os.path.split(name)) for name in split.names]
+        labels = {name: label for label, name in enumerate(split.folders)}
+        keys = [(labels[name.split("/")[0]], *os.path.split(name)) for name in split.names]
         order = sorted(range(len(keys)), key=keys.__getitem__)
-        classes = sorted({key[0] for key in keys})
-        labels = {name: label for label, name in enumerate(classes)}
         facts = [{key: self.records[shard.file][key] for key in ("file", "bytes", "sha256")} for shard in shards]
         columns = dict(zip(("offsets", "sizes", "crcs"), places[order].T, strict=True))
-        columns |= {"shards": numbers[order], "labels": numpy.array([labels[keys[number][0]] for number in order])}
+        columns |= {"shards": numbers[order], "labels": numpy.array([keys[number][0] for number in order])}
         names = encode(split.names[number] for number in order)
-        return encode_index(
-            {"classes": classes, "shards": facts, **{key: self.facts[key] for key in ("px", "exif", "grey_range")}},
-            names,
-            columns,
-        )
+        metadata = {"classes": split.folders, "shards": facts}
+        metadata |= {key: self.facts[key] for key in ("px", "exif", "grey_range")}
+        if several := self.facts.get(f"{split.name} labels"):
+            metadata["labels"] = several
+        return encode_index(metadata, names, columns)
 
     def _places(self, file: str) -> numpy.ndarray:
         """Return `image_spans` a shard; UserError if an earlier run's is not as it was written."""
@@ -422,6 +431,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"
     add("--shard-mib", metavar="MIB", type=positive, default=512, help=words)
     add_train_option(parser, "grey_range", "as train.py's, which then reads the pack only with the same --grey-range")
+    add_train_option(parser, "multi_label", "as train.py's: the data are lists whose images have several labels")
     add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
     add("--workers", metavar="N", type=positive, default=cores, help="processes that pack images (default: 1 per core)")
     return parser

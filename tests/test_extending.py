@@ -421,8 +421,8 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     ("--data-path {}:no_bytes", "read returned None; expected the bytes of an image's file"),
     ("--data-path {}:bare", "'Bare' object has no attribute 'root'"),
     ("--data-path {}:alike", "classes: expected a list of unique names"),
-    ("--data-path {}:many_labels", "label_sets are for images with several labels: give both"),
-    ("--data-path {}:below --multi-label --bce-loss", "label_sets are for images with several labels"),
+    ("--data-path {}:many_labels", "several labels (label_sets); give --multi-label"),
+    ("--data-path {}:below --multi-label --bce-loss", "a pack of it, or label_sets; val has one label per image"),
     ("--data-path {}:nothing_at_all", "it returned None for val; expected a Source"),
     ("--opt {}:sgd --opt-eps 1", "has no such option"),
 ])  # fmt: skip

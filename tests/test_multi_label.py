@@ -1,10 +1,12 @@
 """Several labels an image: lists of them, the loss, mAP and F1 against scikit-learn, and what cannot be."""
 
+import copy
 import csv
 import json
 import math
 import random
 import re
+import time
 
 import numpy
 import pytest
@@ -17,10 +19,12 @@ import data
 import metrics
 from errors import UserError
 from loading.forms import open_source
+from loading.remote import RemotePack
 from settings import config
 from tests.endings import read_metrics
 from tests.exports import run_tool
 from tests.ranks import run_ranks, tool_rank
+from tests.servers import RangeServer
 from tests.started import refused, run_train
 
 CLASSES = ["bird", "cat", "dog", "fish"]
@@ -191,12 +195,43 @@ def test_an_evaluation_has_scikit_learns_numbers_on_any_number_of_processes(star
     assert "--confusion is of models of one class an image" in outcome.output
 
 
+def test_a_pack_of_several_labels_is_the_list_on_a_disk_and_behind_an_address(started, labelled, tmp_path):
+    packed = tmp_path / "packed"
+    run_tool(tmp_path, "pack", "--data-path", labelled, packed, "--short-side", 32, "--multi-label", "--workers", 1)
+    time.sleep(2)  # until an index may be cached
+    with RangeServer(packed) as server:
+        for split in ("train", "val"):
+            listed, remote = open_source(labelled / split, ","), RemotePack(server.url, split, str(tmp_path / "cache"))
+            for pack in (open_source(packed / split, ";"), open_source(packed / split, ";"), remote):  # scanned, cached
+                assert pack.classes == CLASSES
+                assert [pack.name(number) for number in range(len(pack))] == listed.names.astype(str).tolist()
+                assert pack.label_sets[pack.labels].tolist() == listed.label_sets[listed.labels].tolist()
+                assert pack.fingerprint() == listed.fingerprint()
+        argv = [*started.argv, "--multi-label", "--bce-loss", "--epochs", 2]
+        run_train(tmp_path, *argv, "--data-path", packed, "--output-dir", tmp_path / "whole").check()
+        again = [*argv, "--output-dir", tmp_path / "stopped"]
+        run_train(tmp_path, *again, "--data-path", packed, "--stop-epoch", 1).check()
+        run_train(
+            tmp_path, *again, "--data-path", server.url, "--cache", tmp_path / "cache", "--resume", "auto"
+        ).check()
+        server.shutdown()
+    ends = [torch.load(tmp_path / name / "checkpoint.pth", weights_only=True)["model"] for name in ("whole", "stopped")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    refused(run_train(tmp_path, *started.argv, "--data-path", packed, "--output-dir", tmp_path / "x"), "--multi-label")
+    manifest = json.loads((packed / "manifest.json").read_text())
+    for change in ({"classes": CLASSES[:2]}, {"classes": 3}, {"folders": {"bird": ["bird"]}}, {"folders": None}):
+        damaged = copy.deepcopy(manifest)
+        damaged["facts"]["train labels"].update(change)
+        (packed / "manifest.json").write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="pack again"):
+            open_source(packed / "train", ",")
+
+
 @pytest.mark.parametrize(("argv", "words"), [
     ("--multi-label", "--multi-label: softmax losses need exactly one class per image; give --criterion bce"),
     ("--multi-label / --bce-loss", "--multi-label /: expected one character that separates labels, other than /"),
     ("--multi-label --bce-loss --label-smoothing 0.1", "--label-smoothing needs exactly one class per image"),
     ("--multi-label --bce-loss --synthetic 64", "--synthetic images have one class"),
-    ("--multi-label --bce-loss --data-path http://127.0.0.1:9/pack", "--data-path http://127.0.0.1:9/pack is a pack"),
     ("--multi-label --bce-loss --balanced-sampler", "--balanced-sampler needs exactly one class per image"),
     ("--multi-label --bce-loss --metrics balanced_acc", "balanced_acc exactly one class per image"),
     ("--metrics map", "--metrics: map needs several labels per image"),
