@@ -131,7 +131,7 @@ class IndexedImageFolder(Dataset):
             remedy = "the file itself may be intact: check the disk and the memory, and start again"
             raise self.error(key, f"{reason} (tried 4 times); {remedy}") from error
         except BadImageError as error:
-            raise self.error(key, f"{error}; replace the file") from error
+            raise self.error(key, f"{error}; replace the file, or leave it out of the data") from error
         except ImageError:
             raise
         except Exception as error:  # a bug of ours: keep its traceback
@@ -387,7 +387,7 @@ def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
                 lambda: "\n".join(look(source, how) for look in (unused_range, turned_share)).encode(), LOOK_S
             )
             for words in filter(None, found.decode().splitlines()):
-                print(one_line(f"{source.where}: {words}"))
+                print(one_line(f"{name}: {source.where}: {words}"))
     side = pack.get("px") if pack else None
     if type(side) is int and (name != "train" or px > side):
         enlarged = f"; they are enlarged to {px} pixels" if px > side else ""

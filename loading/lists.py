@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
@@ -247,9 +248,12 @@ def check_class(where: str, name: str) -> None:
 
 
 def with_slashes(path: str, folder: Path) -> str:
-    """Return a path, and one with backslashes, as Windows writes it, with slashes unless it is a file as it stands."""
-    is_windows = "\\" in path and not os.path.isfile(os.path.join(folder, path))
-    return path.replace("\\", "/") if is_windows else path
+    """Return a path; one that is no file as it stands with slashes for Windows' backslashes, and a Mac's umlauts."""
+    if (path.isascii() and "\\" not in path) or os.path.isfile(folder / path):
+        return path
+    slashed = path.replace("\\", "/")
+    forms = (slashed, *(unicodedata.normalize(form, slashed) for form in ("NFC", "NFD")))
+    return next((each for each in forms if os.path.isfile(folder / each)), slashed)
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -317,8 +321,8 @@ def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) 
         if lacking := [name for name in needed if name not in row]:
             columns = ", ".join(map(str, row)) or "none"
             expected = f"{', '.join(needed)}, separated by {'tabs' if separator == chr(9) else 'commas or semicolons'}"
-            found = f"no column {lacking[0]}; the first line has {columns}"
-            raise UserError(one_line(f"{path}, line {line}: {found}; expected {expected}"))
+            found = f"no column {lacking[0]}; line {1 if separator else line} has {columns}"
+            raise UserError(one_line(f"{path}: {found}; expected {expected}"))
         yield line, row
 
 

@@ -44,7 +44,7 @@ KINDS = {
     "unreadable": (True, "the disk does not give the file"),
     "damaged": (True, "no image that is read here: empty, truncated, too large, or of another format"),
     "leak": (True, "the same bytes in train and in val"),
-    "duplicate": (False, "the same bytes twice in a split"),
+    "duplicate": (False, "the same bytes twice in a split: leave one out, for --minival may hold out the other"),
     "alpha": (False, "transparency, which train.py drops unless --in-chans is 4: hidden colours show"),
     "dark": (True, "samples of more than 8 bits use little of their range, so that images are of nearly one tone"),
     "deep": (False, "samples of more than 8 bits, of which the highest 8 are loaded"),
@@ -253,8 +253,7 @@ def find_equal(splits: dict[str, Source], images: list[tuple[str, int]], seen: n
             first = place
         (name, number), (other_name, other) = images[order[place + 1]], images[order[first]]
         ours, theirs = splits[name], splits[other_name]
-        is_of_one_class = ours.classes[ours.label(number)] == theirs.classes[theirs.label(other)]
-        more = "" if is_of_one_class else ", which is of another class"
+        more = "" if ours.class_name(number) == theirs.class_name(other) else ", which is of another class"
         kind = "duplicate" if name == other_name else "leak"
         report.add(kind, name, ours.path(number), f"has the bytes of {theirs.path(other)}{more}")
 

@@ -22,7 +22,7 @@ import data
 from checkpointing.guard import find_disorder
 from distributed import collectives
 from distributed.launch import read_launch
-from errors import UserError, aligned, end_by, require_package, require_timm
+from errors import UserError, aligned, end_by, one_line, require_package, require_timm
 from files import as_csv
 from loading.decode import Decoding, decode_plainly
 from loading.forms import open_named
@@ -398,6 +398,8 @@ def open_sets(
         name, source = open_named("--set", text, trained.args.multi_label, options.extensions)
         if name == "minival":
             source, _ = data.hold_out(source, *part)
+        elif os.path.realpath(source.root) == os.path.realpath(f"{trained.trained_with.get('data_path')}/train"):
+            print(one_line(f"{name}: the checkpoint was trained on these images, unless --minival held some out"))
         sets.append(ImageSet(name, source, decoding))
     return sets, number_classes(sets, trained, num_classes)
 

@@ -173,7 +173,9 @@ def pack_images(options: argparse.Namespace, task: tuple[Source, range]) -> list
             raise
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise ImageError(f"cannot pack image {source.path(number)}: {one_line(reason)}; replace it") from error
+            raise ImageError(
+                f"cannot pack image {source.path(number)}: {one_line(reason)}; replace it, or leave it out"
+            ) from error
     return packed
 
 

@@ -241,6 +241,10 @@ def test_minival_is_what_training_has_held_out(image_folder, tmp_path, fold):
     assert (found["nll"], found["acc1"]) == pytest.approx((line["loss"], line["acc1"]))
     others = run(tmp_path, tmp_path / "out" / "checkpoint.pth", *argv[:4], "--minival-fold", 1).check()
     assert "the checkpoint was trained on these images" in others.output
+    argv = ["--set", f"seen={image_folder / 'train'}", "--set", f"new={image_folder / 'val'}"]
+    told = run(tmp_path, tmp_path / "out" / "checkpoint.pth", *argv).check().output
+    assert "seen: the checkpoint was trained on these images, unless --minival held some out" in told
+    assert "new: the checkpoint" not in told
 
 
 def test_broken_weights_are_refused(of_three, images, tmp_path):

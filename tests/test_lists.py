@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ def edited(folder: Path, **changes) -> None:
     (lambda folder: edited(folder, label=rows_of(folder, "train")[-1]["label"], path=rows_of(folder, "train", folder)[1]
                            ["path"]), "is listed with two classes"),
     (lambda folder: edited(folder, path=rows_of(folder, "train", folder)[1]["path"]), "is listed twice"),
-    (lambda folder: (folder / "train.csv").write_text("id;breed\n1;cat\n"), "no column path; the first line has id, b"),
+    (lambda folder: (folder / "train.csv").write_text("id;breed\n1;cat\n"), "no column path; line 1 has id, b"),
     (lambda folder: (folder / "train.csv").write_text("path,label\n"), "lists no images of train"),
     (lambda folder: (folder / "train.csv").write_text("path,label\na.jpg\n"), "line 2: 1 values for 2 columns"),
     (lambda folder: (folder / "train.csv").write_text('path,label\n"a.jpg,b\n'), "line 2: unexpected end of data"),
@@ -228,6 +229,16 @@ def test_data_in_another_layout_are_answered_with_what_helps(folder):
         UserError, match=r"if labels.csv lists the images, rename it to train.csv, with the columns path"
     ):
         open_source(folder / "train")
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_umlauts_of_another_system_are_found(folder, forms):
+    """A Mac writes Käfer as two characters, also where the file's name came from elsewhere as one."""
+    image = next((folder / "train").rglob("*.jpg"))
+    stored, listed = (unicodedata.normalize(form, "Käfer.jpg") for form in forms)
+    content = image.rename(folder / stored).read_bytes()
+    (folder / "train.csv").write_text(f"path,label\n{listed},cat\n", encoding="utf-8")
+    assert open_source(folder / "train").read(0) == content
 
 
 def test_a_list_of_a_spreadsheet_on_windows_is_read(folder, capsys):
