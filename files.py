@@ -61,7 +61,11 @@ def open_to_read(path: str | Path, *, buffering: int = -1, follows_links: bool =
 
 
 def write_atomically(
-    path: Path, content: bytes | Callable[[BinaryIO], Any], verify: Callable[[Path], None] | None = None
+    path: Path,
+    content: bytes | Callable[[BinaryIO], Any],
+    verify: Callable[[Path], None] | None = None,
+    *,
+    is_durable: bool = True,
 ) -> None:
     """Write a file so that a kill at any moment leaves the old content or the new one, whole.
 
@@ -69,6 +73,7 @@ def write_atomically(
         path: the file to replace.
         content: its new content, or a function that writes it into an open file.
         verify: called with the path of the temporary file before the rename; raises if the content is wrong.
+        is_durable: whether to wait until the content would survive a power failure, too.
     """
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
@@ -76,7 +81,8 @@ def write_atomically(
         with open(temporary, "xb") as file:
             content(file) if callable(content) else file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                os.fsync(file.fileno())
         if verify is not None:
             verify(temporary)
         os.replace(temporary, path)
@@ -84,12 +90,13 @@ def write_atomically(
         with suppress(OSError):  # which would hide the first error
             temporary.unlink(missing_ok=True)  # half a file keeps a full disk full
         raise
-    sync_folder(path.parent)
+    if is_durable:
+        sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, is_durable: bool = True) -> None:
     """Write a value as JSON, as `write_atomically`."""
-    write_atomically(path, (json.dumps(value) + "\n").encode())
+    write_atomically(path, (json.dumps(value) + "\n").encode(), is_durable=is_durable)
 
 
 def sync_folder(folder: Path) -> None:

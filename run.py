@@ -152,7 +152,7 @@ class Run(Steps):
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
         self.gauges = Gauges(args, parts, device)
         self.due = []  # records of windows that have ended, without values that are still on the device
-        self.status, self.ending = StatusFile(own_folder, self.state), "preempted"
+        self.status, self.ending = StatusFile(own_folder, self.state, self.progress), "preempted"
         self.clock = Clock()
         note_stall = partial(self.status.write, "failed")
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, note_stall)
@@ -174,6 +174,7 @@ class Run(Steps):
             collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
             self.watchdog.start()
+            self.status.start_renewal()
             stack.callback(self.watchdog.end)
             stack.callback(self.manager.close)
             self._contexts = stack.pop_all()
@@ -205,6 +206,13 @@ class Run(Steps):
                 path = self.folder / name
                 if not (self.is_done and path.exists()):  # a finished run keeps its own
                     write_atomically(path, text.encode())
+
+    def progress(self) -> dict[str, Any]:
+        """Return how far the run is, for status.json."""
+        num_steps, rate = self.args.epochs * self.state.steps_per_epoch, self.monitor.images_per_s
+        left_s = rate and (num_steps - self.state.step) * self.args.global_batch_size / rate
+        since_s = time.monotonic() - self.watchdog.last_s
+        return {"steps": num_steps, "images_per_s": rate, "left_s": left_s, "progress": round(time.time() - since_s, 3)}
 
     def finish(self) -> None:
         """Record and print how the run ended. Collective: every rank must call it."""

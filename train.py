@@ -18,6 +18,7 @@ import data
 import utils
 from checkpointing.guard import check_data, check_options, describe_data, find_hashes
 from checkpointing.published import choose_preprocessing, choose_published_options, preprocessing_line, start_weights
+from checkpointing.status import note_refusal
 from checkpointing.store import CheckpointManager
 from data import load_data
 from distributed import collectives
@@ -306,7 +307,9 @@ def cli(args=None):
     except BaseException as error:
         if not isinstance(error, Exception | KeyboardInterrupt):  # not the parser's, whose work is done
             error = UserError(f"code of your own has raised {error!r:.90}; let it raise an Exception", exit_code=1)
-        end_by(collectives.report_end(error), read_launch())
+        error = collectives.report_end(error)
+        note_refusal(args, error)
+        end_by(error, read_launch())
     collectives.shut_down()
     end_process(0)
 

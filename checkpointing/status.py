@@ -1,21 +1,40 @@
-"""status.json: how a run ended."""
+"""status.json: whether a run lives, how far it is, and how it ended."""
 
+import os
+import socket
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from checkpointing.checkpoint import RunState
-from errors import StorageError
-from files import explain_failure, retry, write_json
+from checkpointing.folder import own_files
+from distributed.launch import read_launch
+from errors import StorageError, explain_limit
+from files import explain_failure, read_json, retry, write_json
+from settings.config import default_folder
+
+# Seconds after which the file of a running run is renewed.
+RENEWAL_S = 20.0
 
 
 class StatusFile:
     """Write status.json, which says whether a run is running or how it ended: torchrun turns any exit code into 1.
 
-    Without a folder nothing is written.
+    While the run is running, a thread renews the file. Without a folder nothing is written.
+
+    Args:
+        folder: the run's folder, or None.
+        state: the run's state.
+        progress: returns the fields of the file that tell how far the run is; called in the thread.
     """
 
-    def __init__(self, folder: Path | None, state: RunState) -> None:
-        self.folder, self.state = folder, state
+    def __init__(self, folder: Path | None, state: RunState, progress: Callable[[], dict[str, Any]] = dict) -> None:
+        self.folder, self.state, self.progress = folder, state, progress
+        self._status = {}
+        self._lock, self._is_over = threading.Lock(), threading.Event()
 
     def replace(self, state: str, reason: str = "") -> None:
         """Replace the file. `requeue` asks a job script to start the run again: after a preemption.
@@ -27,9 +46,27 @@ class StatusFile:
         Raises:
             OSError: the file cannot be written.
         """
-        requeue, now_s = state == "preempted", round(time.time(), 3)
-        status = {"state": state, "reason": reason, "step": self.state.step, "requeue": requeue, "time": now_s}
-        write_json(self.folder / "status.json", status)
+        requeue = state == "preempted"
+        if state != "running":
+            self._is_over.set()
+        with self._lock:
+            self._status = {"state": state, "reason": reason, "requeue": requeue, "time": _now(), **_process()}
+            self._write(is_durable=True)
+
+    def _write(self, *, is_durable: bool) -> None:
+        status = {**self._status, "step": self.state.step, "heartbeat": _now(), **self.progress()}
+        write_json(self.folder / "status.json", status, is_durable=is_durable)
+
+    def start_renewal(self) -> None:
+        """Renew the file from now on, in a thread, until the run's end is written."""
+        if self.folder:
+            threading.Thread(target=self._renew, daemon=True, name="status").start()
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(RENEWAL_S):
+            with self._lock, suppress(OSError):  # of a full disk, which the next save reports
+                if not self._is_over.is_set():
+                    self._write(is_durable=False)
 
     def write(self, state: str, reason: str = "") -> None:
         """Replace the file, if there is a folder; a failure is a warning."""
@@ -52,3 +89,25 @@ class StatusFile:
             raise StorageError(
                 f"everything is saved, but status.json was not written: {why}; run the same command again to finish"
             ) from error
+
+
+def note_refusal(args: Any, error: BaseException) -> None:
+    """Write into status.json that a start of training was refused, and why, unless the folder holds a run."""
+    folder = Path(args.output_dir or default_folder(args))
+    error = explain_limit(error) or error
+    is_refused = getattr(error, "exit_code", None) == 2 and not (args.test_only or args.dry_run)
+    if is_refused and read_launch().rank == 0:
+        with suppress(OSError, StorageError):  # which may be what the start was refused for
+            own = {path.name for path in own_files(folder)} - {".lock"}
+            if not own or (own == {"status.json"} and read_json(folder / "status.json").get("state") == "refused"):
+                folder.mkdir(parents=True, exist_ok=True)
+                status = {"state": "refused", "reason": str(error), "requeue": False, "time": _now(), **_process()}
+                write_json(folder / "status.json", status)
+
+
+def _process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def _now() -> float:
+    return round(time.time(), 3)

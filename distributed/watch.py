@@ -28,6 +28,7 @@ class StallWatchdog:
     def __init__(self, timeout_s: float, describe: Callable[[], str], on_stall: Callable[[str], None]) -> None:
         self.timeout_s, self.describe, self.on_stall = timeout_s, describe, on_stall
         self._is_over = threading.Event()
+        self.beat()
 
     def beat(self) -> None:
         """Record progress."""

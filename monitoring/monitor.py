@@ -25,6 +25,7 @@ class Monitor:
 
     def __init__(self, folder: Path | None, run: RunState, loggers: Mapping[str, Callable]) -> None:
         self.folder, self.run, self._loggers = folder, run, loggers
+        self.images_per_s = None  # of the newest record that tells it
         self._pending = b""  # records that could not be written, as on a full disk; written with the next one
 
     def open(self) -> None:
@@ -77,6 +78,7 @@ class Monitor:
         if self.folder is None:
             return
         values = {name: _as_json(value) for name, value in values.items()}
+        self.images_per_s = values.get("images_per_s", self.images_per_s)
         hours = self._hours + (time.monotonic() - self._opened_s) / 3600
         record = {"kind": kind, "step": step, "epoch": epoch, **values, "hours": hours, "time": round(time.time(), 3)}
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"

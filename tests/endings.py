@@ -125,7 +125,8 @@ def _read_records(path: Path) -> list[dict]:
 
 
 def _read_status(path: Path) -> dict:
-    return {key: value for key, value in json.loads(path.read_text()).items() if key != "time"}
+    passing = {"time", "heartbeat", "progress", "images_per_s", "left_s", "pid", "host"}
+    return {key: value for key, value in json.loads(path.read_text()).items() if key not in passing}
 
 
 def _read_run(path: Path) -> dict:

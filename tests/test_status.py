@@ -1,0 +1,119 @@
+"""status.json while a run lives, and scripts/status.py: what is said of runs that were killed, stopped or refused."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.exports import run_tool
+from tests.ranks import REPOSITORY
+from tests.started import SMALL_PLAIN, refused, run_train
+
+# As train.py, but renewed so often that a test need not wait.
+OFTEN = """
+import runpy
+from checkpointing import status
+status.RENEWAL_S = 0.2
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def running(image_folder, tmp_path):
+    """A run that would take an hour, once it has renewed its file after some steps."""
+    argv = ["--data-path", image_folder, *SMALL_PLAIN, "--batch-size", 8, "--epochs", 100_000, "--print-freq", 1]
+    command = [sys.executable, "-c", OFTEN, *argv, "--output-dir", tmp_path / "runs" / "a"]
+    process = subprocess.Popen(
+        [str(word) for word in command], cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    wait_for(lambda: read(tmp_path / "runs" / "a").get("step", 0) > 2)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def read(folder: Path) -> dict:
+    path = folder / "status.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def wait_for(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def told(tmp_path, *argv, code):
+    _, output = run_tool(tmp_path, "status", tmp_path / "runs", "--json", *argv, code=code)
+    return {Path(each["run"]).name: each for each in json.loads(output)}
+
+
+def test_a_living_run_is_told_from_a_stopped_a_killed_and_a_preempted_one(running, tmp_path):
+    status = read(tmp_path / "runs" / "a")
+    assert status["state"] == "running"
+    assert (status["pid"], status["host"]) == (running.pid, os.uname().nodename)
+    assert time.time() - 60 < status["progress"] <= status["heartbeat"] + 0.01 < time.time() + 1
+    assert status["steps"] > 100_000
+    assert status["left_s"] == pytest.approx((status["steps"] - status["step"]) * 8 / status["images_per_s"])
+    wait_for(lambda: read(tmp_path / "runs" / "a")["step"] > status["step"])
+    alive = told(tmp_path, code=0)["a"]
+    assert alive["state"] == "running"
+    assert alive["result"].split()[1] in ("acc1", "loss")
+    running.send_signal(signal.SIGSTOP)
+    time.sleep(1.2)
+    assert told(tmp_path, "--stale", 1, code=1)["a"]["reason"].endswith("is there")
+    running.send_signal(signal.SIGCONT)
+    wait_for(lambda: time.time() - read(tmp_path / "runs" / "a")["heartbeat"] < 0.5)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    time.sleep(1.2)
+    stale = told(tmp_path, "--stale", 1, code=1)["a"]
+    assert (stale["state"], stale["reason"].endswith("is gone")) == ("stale", True)
+
+
+def test_a_run_that_is_preempted_or_out_of_memory_says_so(running, tmp_path):
+    # Whether it ends by a failed allocation or by the system's own kill, the file says that it does not live.
+    resource.prlimit(running.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    running.wait(60)
+    time.sleep(1.2)
+    assert told(tmp_path, "--stale", 1, code=1)["a"]["state"] in ("failed", "stale")
+    for status, state, code in (
+        ({"state": "running", "heartbeat": time.time(), "progress": time.time() - 700}, "stuck", 1),
+        ({"state": "preempted", "requeue": True, "heartbeat": 1}, "preempted", 0),
+        ({"state": "finished"}, "finished", 0), ({"state": "stopped"}, "stopped", 0),
+        ({"state": "running"}, "stale", 1), ({"state": "running", "heartbeat": "x", "pid": 10**30}, "stale", 1),
+        ([], "unknown", 1), ({"state": "failed", "reason": "x\x1b[2J"}, "failed", 1),
+    ):  # fmt: skip
+        (tmp_path / "runs" / "a" / "status.json").write_text(json.dumps(status))
+        assert told(tmp_path, code=code)["a"]["state"] == state
+    _, output = run_tool(tmp_path, "status", tmp_path / "runs", code=1)
+    assert output.splitlines()[0].split()[:4] == ["run", "state", "heartbeat", "step"]
+    assert "\x1b" not in output
+
+
+def test_a_refused_start_says_so_where_no_run_is(image_folder, tmp_path):
+    argv = ["--data-path", image_folder, *SMALL_PLAIN, "--batch-size", 8, "--epochs", 1]
+    out = ["--output-dir", tmp_path / "runs" / "b"]
+    for words in ("has no such class", "has no such thing"):
+        (tmp_path / "mine.py").write_text(f"raise ValueError({words!r})")
+        refused(run_train(tmp_path, *argv, *out, "--criterion", f"{tmp_path / 'mine.py'}:loss"), words)
+        status = read(tmp_path / "runs" / "b")
+        assert (status["state"], words in status["reason"]) == ("refused", True)
+        assert told(tmp_path, code=1)["b"]["state"] == "refused"
+    run_train(tmp_path, *argv, *out).check()
+    before = read(tmp_path / "runs" / "b")
+    assert before["state"] == "finished"
+    refused(run_train(tmp_path, *argv, *out), "already holds a run")
+    assert read(tmp_path / "runs" / "b") == before
+    code = ["--criterion", f"{tmp_path / 'mine.py'}:loss", "--output-dir", tmp_path / "runs" / "c"]
+    for quiet in (["--dry-run"], ["--test-only", "--weights", tmp_path / "runs" / "b" / "checkpoint.pth"]):
+        refused(run_train(tmp_path, *argv, *code, *quiet), "mine.py")
+        assert not (tmp_path / "runs" / "c").exists()
