@@ -16,6 +16,9 @@ if not hasattr(os, "fork"):  # before anything that needs it is imported
     print("error: Touchstone needs Linux or macOS; on Windows, use it in WSL2", file=sys.stderr)
     sys.exit(2)
 
+# The variable that names a file for refusals, set by a launcher that torchrun tells no exit code: scripts/container.sh.
+_REFUSALS = "TOUCHSTONE_REFUSAL_FILE"
+
 # Most characters of an error's line.
 MOST_LINE = 298
 
@@ -248,6 +251,23 @@ def explain_limit(error: BaseException) -> StorageError | None:
     return None if line is None else StorageError(line, exit_code=2)
 
 
+def note_refusal(exit_code: Any, error: BaseException) -> None:
+    """Write a refusal to the file that the environment may name: another start would end so too.
+
+    Not what this machine lacks, which the next one may have. One write at the file's end: other ranks may write too.
+    """
+    path = os.environ.get(_REFUSALS)
+    if path and exit_code == UserError.exit_code and not isinstance(error, StorageError):
+        with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{error}\n")
+
+
+def end_refusals() -> None:
+    """Remove the refusals of torchrun's earlier attempts, now that the run starts, and let this process write none."""
+    with suppress(OSError):
+        os.unlink(os.environ.pop(_REFUSALS, ""))
+
+
 def end_process(exit_code: int) -> None:
     """End this process at once, and its loader processes with it.
 
@@ -272,6 +292,7 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
         prog: the command, with which the line begins.
     """
     if isinstance(error, SystemExit):  # of the parser
+        note_refusal(error.code, error)
         end_process(error.code or 0)
     if isinstance(error, KeyboardInterrupt):
         error = UserError("interrupted; --resume auto continues from the last checkpoint", exit_code=1)
@@ -283,6 +304,7 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
         with suppress(OSError):  # the terminal may be gone
             traceback.print_exception(error)
         end_process(1)
+    note_refusal(exit_code, error)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that a launcher can end this process now
     is_silent, where = False, ""
     if launch.rank != 0:

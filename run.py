@@ -22,7 +22,7 @@ from distributed import collectives
 from distributed.decision import CONTINUE, StepDecisions, WatchedLoader
 from distributed.launch import read_launch
 from distributed.watch import StallWatchdog
-from errors import ImageError, PreemptedError, StorageError, UserError, counted, loader_killed
+from errors import ImageError, PreemptedError, StorageError, UserError, counted, end_refusals, loader_killed
 from files import write_atomically
 from metrics import Accuracy, Metric, Tally
 from models import gradients, optim
@@ -166,6 +166,7 @@ class Run(Steps):
         """
         self.manager.claim(self.args.resume, self.state)
         collectives.call_on_master(self.write_description)
+        end_refusals()
         if collectives.is_main_process():
             log.open(self.folder)
         print(*first_lines(self.args, self.model, self.state, self.folder), sep="\n")

@@ -219,7 +219,7 @@ def join_processes(args: Any) -> None:
     except dist.DistError as error:
         address = "{MASTER_ADDR}:{MASTER_PORT}".format(**launch.address) if url == "env://" else url
         remedy = "check that it has started and that the port is open, or raise --dist-timeout"
-        raise UserError(f"rank {args.rank} cannot reach rank 0 at {address}; {remedy}") from error
+        raise UserError(f"rank {args.rank} cannot reach rank 0 at {address}; {remedy}", exit_code=1) from error
     # torchrun's store outlives a restart and keeps the addresses of dead processes, so each attempt has its own keys.
     # Not on several nodes: each torchrun counts its own restarts there, so the numbers may differ.
     if launch.num_nodes == 1:

@@ -30,6 +30,7 @@ class Launch(NamedTuple):
     agent: str | None = None  # name of the torchrun that starts and restarts it
     attempt: int = 0  # how often torchrun has restarted the processes
     num_nodes: int = 1  # machines that torchrun uses
+    cores: int | None = None  # of its own, by `srun --cpus-per-task`
     job: str | None = None  # Slurm's number
     address: Mapping[str, str] = {}  # MASTER_ADDR and MASTER_PORT, where the processes meet, if set
 
@@ -60,11 +61,13 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
         is_torchrun="TORCHELASTIC_RUN_ID" in environ,
         attempt=_read(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         num_nodes=_read(environ, "GROUP_WORLD_SIZE", 1, least=1),
+        cores=None if is_mpi else _task_cores(environ),
         job=environ.get("SLURM_JOB_ID"),
     )
     if launch.is_torchrun:
         import socket  # not above: the script watches signals before it imports more than it must
 
+        launch = launch._replace(cores=launch.cores and max(launch.cores // launch.num_local, 1))
         launch = launch._replace(agent=f"{environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}")
     if "RANK" in environ:
         size = _read(environ, "WORLD_SIZE", world_size, least=1)
@@ -99,6 +102,17 @@ def _read(environ: Mapping[str, str], name: str, default: int | None = None, lea
     if not found or not least <= int(found[0]) <= most:
         raise UserError(f"{name} is {text or 'empty'}, expected {least} to {most}; unset it, or use torchrun or srun")
     return int(found[0])
+
+
+def _task_cores(environ: Mapping[str, str]) -> int | None:
+    """Return the cores of the Slurm task that this process is or that torchrun is; None without --cpus-per-task.
+
+    A step that was given no such option has the variable of its batch script: so at most its share of the node's cores.
+    """
+    if not {"SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK"} <= environ.keys():
+        return None
+    share = _read(environ, "SLURM_CPUS_ON_NODE", _MOST) // _read(environ, "SLURM_STEP_TASKS_PER_NODE", 1, least=1)
+    return max(min(_read(environ, "SLURM_CPUS_PER_TASK"), share), 1)
 
 
 def _mpi_address(environ: Mapping[str, str], given: Mapping[str, str], is_one_node: bool) -> dict[str, str]:

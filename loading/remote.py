@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy
 
 from distributed import signals
-from errors import ImageError, UserError, explain_limit, in_one_line, one_line, require_package
+from errors import ImageError, StorageError, UserError, explain_limit, in_one_line, one_line, require_package
 from files import open_regular
 from loading.index import ArraySource
 from loading.source import decode_label_sets, digest
@@ -501,7 +501,7 @@ class RemotePack(ArraySource):
                 self.pack, self.names, self.columns = decode_index(content, where)
                 break
             except ImageError as error:
-                raise UserError(str(error)) from error
+                raise StorageError(str(error), exit_code=2) from error  # the server may answer another start
             except UserError:
                 if attempt == 2:
                     raise

@@ -44,6 +44,8 @@ trap stop USR1
 # Slurm may send SIGTERM to this shell too, which must not end before the ranks have saved.
 trap : TERM
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
+# Since Slurm 22.05 srun does not take the job's --cpus-per-task by itself.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 srun --kill-on-bad-exit=1 torchrun --nnodes="${SLURM_NNODES:-1}" --nproc_per_node="${GPUS:-${SLURM_GPUS_ON_NODE:-8}}" --rdzv-backend=c10d \
     --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \
     train.py --output-dir "$OUT" --resume auto "$@" &

@@ -437,9 +437,11 @@ def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
     if args.sync_bn and device.startswith("cpu"):
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
     place = f"{counted(cores, 'core')}, {counted(launch.num_local, 'process')} on this node, at most 16"
+    if launch.cores:
+        place = f"of this process's {counted(launch.cores, 'core')} (srun --cpus-per-task), at most 16"
     derived = {
         "device": (device, "no accelerator found" if device == "cpu" else "the accelerator found"),
-        "workers": (min(16, max(cores // launch.num_local, 1)), place),
+        "workers": (min(16, cores, launch.cores or max(cores // launch.num_local, 1)), place),
         "output_dir": (default_folder(args), "from the model's name"),
     }
     derived = {name: each for name, each in derived.items() if getattr(args, name) is None}

@@ -110,6 +110,28 @@ def test_a_variable_that_is_no_number_or_is_missing_is_named(environ):
         read_launch(environ)
 
 
+STEP = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_CPUS_PER_TASK": "6", "SLURM_CPUS_ON_NODE": "24"}
+ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+
+
+@pytest.mark.parametrize(("environ", "cores"), [
+    (STEP, 6), ({**STEP, "SLURM_CPUS_PER_TASK": "64"}, 6),  # of the batch script
+    ({**STEP, **ONE_TASK, **TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "LOCAL_WORLD_SIZE": "3"}, 2),
+    ({**STEP, **TORCHRUN}, 6),  # set by hand from srun's
+    (without(STEP, "STEP"), None), (without(STEP, "PER_TASK"), None), ({**STEP, **OPEN_MPI}, None), ({}, None),
+])  # fmt: skip
+def test_a_process_has_the_cores_that_srun_gives_its_task(environ, cores):
+    assert read_launch(environ).cores == cores
+
+
+def test_a_task_of_one_core_has_one_worker_whatever_the_machine_has(monkeypatch):
+    for name, value in {**ONE_TASK, "SLURM_CPUS_PER_TASK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    args, lines = config.on_machine(config.parse_args(["--synthetic"]))
+    assert args.workers == 1
+    assert "--workers 1: of this process's 1 core (srun --cpus-per-task), at most 16" in lines
+
+
 def test_world_size_without_a_launcher_is_refused(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     args = config.parse_args(["--synthetic", "--world-size", "2"])
