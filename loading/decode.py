@@ -14,15 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from PIL import (
-    AvifImagePlugin,
-    ExifTags,
-    Image,
-    PngImagePlugin,
-    TiffImagePlugin,
-    UnidentifiedImageError,
-    WebPImagePlugin,
-)
+from PIL import AvifImagePlugin, ExifTags, Image, PngImagePlugin, TiffImagePlugin, WebPImagePlugin
 from torch import Tensor
 
 from errors import BadImageError, counted
@@ -209,7 +201,7 @@ def open_image(payload: bytes) -> Image.Image:
             is_heic = _HEIC.match(payload, 4) is not None
             formats = (*FORMATS, "HEIF") if is_heic and can_read_heic() else FORMATS
             image = Image.open(io.BytesIO(payload), formats=formats)
-        except UnidentifiedImageError as error:  # its text names only an object in memory
+        except Image.UnidentifiedImageError as error:  # its text names only an object in memory
             if is_heic and not can_read_heic():
                 raise BadImageError(f"it is a HEIC, {HEIC_REMEDY}") from error
             known = "it is not a valid AVIF, BMP, HEIC, JPEG, PNG, PPM, TIFF or WebP"
@@ -251,9 +243,8 @@ def grey_bits(image: Image.Image) -> int:
 
 def read_orientation(payload: bytes) -> int:
     """Return `orientation_of` the image in a file's bytes; raises as `open_image`."""
-    if payload[:4] in (b"\xff\xd8\xff\xe0", b"\xff\xd8\xff\xe1", b"\x89PNG") and not any(
-        sign in payload for sign in _SIGNS_OF_EXIF
-    ):
+    is_known = payload.startswith((b"\xff\xd8\xff\xe0", b"\xff\xd8\xff\xe1", b"\x89PNG"))
+    if is_known and not any(sign in payload for sign in _SIGNS_OF_EXIF):
         return 1
     return orientation_of(open_image(payload))
 
