@@ -358,10 +358,8 @@ def decode_plainly(
     with _blaming_bytes(image.width * image.height):
         is_keyed = image.format == "PNG" and image.mode in ("L", "RGB") and "transparency" in image.info
         if how.mode == "RGBA" and is_keyed and payload[24] != 8:  # the bits of a sample
-            remedy = "save it as an 8-bit PNG or with an alpha channel"
-            raise BadImageError(
-                f"its transparent colour has {payload[24]} bits per channel, but only 8 are supported; {remedy}"
-            )
+            found = f"its transparent colour has {payload[24]} bits per channel, but only 8 are supported"
+            raise BadImageError(f"{found}; save it as an 8-bit PNG or with an alpha channel")
         orientation = orientation_of(image) if how.exif else 1
         stored = (0, 0, *image.size) if box is None else turned_box(box, image.size, orientation)
         return to_mode(_cut(image, stored, orientation), how.mode)
