@@ -45,6 +45,9 @@ def describe_environment(args: Any) -> dict[str, Any]:
         "torchvision": str(torchvision.__version__),
         "decoder": f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}",
         "python": platform.python_version(),
+        "revision": describe_revision(Path(__file__).parent.parent),
+        "threads": torch.get_num_threads(),
+        "world_size": args.world_size,
     }
     with suppress(PackageNotFoundError):
         found["timm"] = version("timm")  # without its import, which takes seconds
@@ -55,11 +58,7 @@ def describe_environment(args: Any) -> dict[str, Any]:
         found["gpu"] = torch.cuda.get_device_name(args.device)
         libraries = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "cudnn": torch.backends.cudnn.version()}
         found |= {name: str(value) for name, value in libraries.items() if value is not None}
-    return found | {
-        "revision": describe_revision(Path(__file__).parent.parent),
-        "threads": torch.get_num_threads(),
-        "world_size": args.world_size,
-    }
+    return found
 
 
 def describe_processor() -> str:
@@ -142,9 +141,8 @@ def check_options(state: dict, args: Any) -> None:
     names = [name for name in here if name in there and name not in ("threads", "world_size")]
     versions = [_difference(name, there[name], here[name]) for name in names if there[name] != here[name]]
     versions += [shown[name] for name in differing if name == "device"]
-    _print_joined(
-        "versions that changed: ", versions, "; bit-identical results are not guaranteed" if is_deterministic else ""
-    )
+    consequence = "; bit-identical results are not guaranteed" if is_deterministic else ""
+    _print_joined("versions that changed: ", versions, consequence)
 
 
 def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more: dict[str, Any] | None = None) -> None:

@@ -88,9 +88,8 @@ def choose_published_options(args: Any) -> tuple[Any, list[str]]:
     elif args.test_only:
         weights = read_weights(args.weights, is_average=args.ema)
         add_published_options(weights, args.model)
-        args, origin = choose_preprocessing(
-            _with_model_options(args, weights, source), source, weights.options, weights.origin
-        )
+        args = _with_model_options(args, weights, source)
+        args, origin = choose_preprocessing(args, source, weights.options, weights.origin)
     elif {*NEEDED, "crop_mode"} <= {*args.given} or not is_timms or find_timm_config(args.model) is None:
         return args, []
     else:

@@ -14,15 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from PIL import (
-    AvifImagePlugin,
-    ExifTags,
-    Image,
-    PngImagePlugin,
-    TiffImagePlugin,
-    UnidentifiedImageError,
-    WebPImagePlugin,
-)
+from PIL import AvifImagePlugin, ExifTags, Image, PngImagePlugin, TiffImagePlugin, WebPImagePlugin
 from torch import Tensor
 
 from errors import BadImageError, counted
@@ -209,7 +201,7 @@ def open_image(payload: bytes) -> Image.Image:
             is_heic = _HEIC.match(payload, 4) is not None
             formats = (*FORMATS, "HEIF") if is_heic and can_read_heic() else FORMATS
             image = Image.open(io.BytesIO(payload), formats=formats)
-        except UnidentifiedImageError as error:  # its text names only an object in memory
+        except Image.UnidentifiedImageError as error:  # its text names only an object in memory
             if is_heic and not can_read_heic():
                 raise BadImageError(f"it is a HEIC, {HEIC_REMEDY}") from error
             known = "it is not a valid AVIF, BMP, HEIC, JPEG, PNG, PPM, TIFF or WebP"
@@ -251,9 +243,8 @@ def grey_bits(image: Image.Image) -> int:
 
 def read_orientation(payload: bytes) -> int:
     """Return `orientation_of` the image in a file's bytes; raises as `open_image`."""
-    if payload[:4] in (b"\xff\xd8\xff\xe0", b"\xff\xd8\xff\xe1", b"\x89PNG") and not any(
-        sign in payload for sign in _SIGNS_OF_EXIF
-    ):
+    is_known = payload.startswith((b"\xff\xd8\xff\xe0", b"\xff\xd8\xff\xe1", b"\x89PNG"))
+    if is_known and not any(sign in payload for sign in _SIGNS_OF_EXIF):
         return 1
     return orientation_of(open_image(payload))
 
@@ -367,10 +358,8 @@ def decode_plainly(
     with _blaming_bytes(image.width * image.height):
         is_keyed = image.format == "PNG" and image.mode in ("L", "RGB") and "transparency" in image.info
         if how.mode == "RGBA" and is_keyed and payload[24] != 8:  # the bits of a sample
-            remedy = "save it as an 8-bit PNG or with an alpha channel"
-            raise BadImageError(
-                f"its transparent colour has {payload[24]} bits per channel, but only 8 are supported; {remedy}"
-            )
+            found = f"its transparent colour has {payload[24]} bits per channel, but only 8 are supported"
+            raise BadImageError(f"{found}; save it as an 8-bit PNG or with an alpha channel")
         orientation = orientation_of(image) if how.exif else 1
         stored = (0, 0, *image.size) if box is None else turned_box(box, image.size, orientation)
         return to_mode(_cut(image, stored, orientation), how.mode)

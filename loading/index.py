@@ -16,7 +16,7 @@ import numpy
 from errors import UserError, counted, one_line
 from files import open_to_read, write_atomically
 from loading.progress import Progress
-from loading.source import IMG_EXTENSIONS, PHONE_EXTENSIONS, Source, digest, encoded
+from loading.source import IMG_EXTENSIONS, PHONE_EXTENSIONS, Source, count_classes, digest, encoded
 
 # A file that changed less than this before it was read may have changed again within the same tick of its clock.
 RACY_NS = 2_000_000_000
@@ -175,15 +175,12 @@ class ImageIndex(ArraySource):
             classes = self.scan(scan)
         except OSError as error:
             raise UserError(f"{error.filename or self.where} cannot be read: {error.strerror or error}") from error
-        filled = set(
-            scan.labels if scan.label_sets is None else numpy.flatnonzero(scan.label_sets.any(axis=0)).tolist()
-        )
-        if empty := [name for label, name in enumerate(classes) if label not in filled]:
+        self._use({"header": self._header(), "classes": encode(classes), **scan.arrays()})
+        if empty := [self.classes[label] for label in numpy.flatnonzero(count_classes(self) == 0)]:
             words = f"{counted(len(empty), 'class')} of {self.where}, such as {empty[0]}, without images"
             if not self.may_lack_classes:
                 raise UserError(f"{words} ({' '.join(self.extensions)}); add some, or remove the folder, tar or name")
             print(one_line(words))
-        self._use({"header": self._header(), "classes": encode(classes), **scan.arrays()})
         return scan.doubt
 
     def check_classes(self, classes: list[str], num_stray: int) -> None:
@@ -260,7 +257,7 @@ class Scan:
         arrays = {
             "watched": encode(self.watched),
             "states": numpy.array(self.states, dtype=numpy.int64),
-            "names": numpy.concatenate(self.names),
+            "names": numpy.concatenate([encode([]), *self.names]),  # there may be none
             "labels": numpy.array(self.labels, dtype=numpy.int32),
         }
         arrays |= {} if self.label_sets is None else {"label_sets": self.label_sets}

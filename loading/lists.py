@@ -68,7 +68,7 @@ class ListIndex(ImageIndex):
         heics = [path for _, path, _ in rows if path.lower().endswith(HEIC_EXTENSIONS)]
         if heics and not can_read_heic():
             raise UserError(
-                one_line(f"{self.where} lists {counted(len(heics), 'HEIC file')}, such as {heics[0]!r}, {HEIC_REMEDY}")
+                f"{self.where} lists {counted(len(heics), 'HEIC file')}, such as {heics[0]!r}, {HEIC_REMEDY}"
             )
         if self.separator is None:
             classes, labels = number_labels(self, scan, [label for _, _, label in rows])
@@ -94,11 +94,10 @@ class ListIndex(ImageIndex):
         for line, path, label in rows:
             file = _hash_file(os.path.join(self.root.parent, path))
             if file in labels:
-                ways = {
-                    True: "twice with this class; leave one out",
-                    False: "with two classes; without --multi-label an image has one",
-                }
-                raise UserError(f"{self.where}, line {line}: {path} is listed {ways[labels[file] == label]}")
+                how = "with two classes; without --multi-label an image has one"
+                if labels[file] == label:
+                    how = "twice with this class; leave one out"
+                raise UserError(f"{self.where}, line {line}: {path} is listed {how}")
             labels[file] = label
         return list(labels)
 
@@ -113,7 +112,7 @@ class ListIndex(ImageIndex):
         elif not os.path.isfile(os.path.join(self.root.parent, path)):
             reason = f"is not a file; paths are relative to {self.root.parent}, or absolute"
         if reason:
-            raise UserError(one_line(f"{self.where}, line {line}: {path!r} {reason}"))
+            raise UserError(f"{self.where}, line {line}: {path!r} {reason}")
         return True
 
     def _number_sets(self, texts: list[str], scan: Scan) -> tuple[list[str], list[int], list[str]]:
@@ -282,13 +281,11 @@ def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator
         is_text = {"path": _is_text(row["path"]), "split": _is_text(own_split), "label": all(map(_is_text, labels))}
         if wrong := [name for name in is_text if not is_text[name]]:
             hint = " (several labels need --multi-label)" if isinstance(row["label"], list) and not separator else ""
-            raise UserError(one_line(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number{hint}"))
+            raise UserError(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number{hint}")
         if separator is not None and (cut := [each for each in labels if separator in each]):
-            raise UserError(
-                one_line(f"{where}: label {cut[0]!r} contains {separator!r}; give --multi-label another separator")
-            )
+            raise UserError(f"{where}: label {cut[0]!r} contains {separator!r}; give --multi-label another separator")
         if own_split not in allowed:
-            raise UserError(one_line(f"{where}: split {own_split!r}; expected {' or '.join(allowed)}"))
+            raise UserError(f"{where}: split {own_split!r}; expected {' or '.join(allowed)}")
         for label in labels:
             check_class(where, label)
         if not is_of_all or own_split == split:
@@ -322,7 +319,7 @@ def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) 
             columns = ", ".join(map(str, row)) or "none"
             expected = f"{', '.join(needed)}, separated by {'tabs' if separator == chr(9) else 'commas or semicolons'}"
             found = f"no column {lacking[0]}; line {1 if separator else line} has {columns}"
-            raise UserError(one_line(f"{path}: {found}; expected {expected}"))
+            raise UserError(f"{path}: {found}; expected {expected}")
         yield line, row
 
 

@@ -137,7 +137,9 @@ class HttpStore:
         self.url, self._local = urllib.parse.urlsplit(url), threading.local()
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> tuple[bytes, int | None]:
-        """Return `size` bytes of a file from `start`, or all of it, and the length of the whole, by one request.
+        """Return `size` bytes of a file from `start`, or all of it, by one request.
+
+        With them comes the length of the whole, where a server tells it beside a part; else None.
 
         Raises:
             UserError: it will never succeed: no such file, no right to read it, more bytes than were asked for or than
@@ -160,8 +162,6 @@ class HttpStore:
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
             self._local.pid = None
             raise explain_limit(error) or _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        if size is None:
-            return content, len(content)
         whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
         return content, int(whole) if whole.isdecimal() and len(whole) < 20 else None
 
@@ -182,10 +182,8 @@ class HttpStore:
         return self._get(path, headers, answer)
 
     def _connect(self) -> http.client.HTTPConnection:
-        if self.url.scheme == "http":
-            return http.client.HTTPConnection(self.url.hostname, self.url.port, timeout=_SILENCE_S)
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(self.url.hostname, self.url.port, timeout=_SILENCE_S, context=context)
+        kind = http.client.HTTPConnection if self.url.scheme == "http" else http.client.HTTPSConnection
+        return kind(self.url.hostname, self.url.port, timeout=_SILENCE_S)
 
 
 class _Answer(http.client.HTTPResponse):
@@ -274,7 +272,7 @@ class ObjectStore:
             answer = self.package.get(self._store, name)
             if answer.meta["size"] > _MAX_UNPACKED_BYTES:
                 raise UserError(f"{self.url}/{name}: it has {answer.meta['size']:,} bytes, which is too large")
-            return bytes(answer.bytes()), answer.meta["size"]
+            return bytes(answer.bytes()), None
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, whole or not at all."""

@@ -80,11 +80,8 @@ class Samples:
         labels, images = zip(*self.images.values(), strict=True)
         origins = [f"{paths[location[0]]}, {name!r}" for name, location in images]
         if in_folders := [key for key in self.images if "/" in key]:
-            print(
-                one_line(
-                    f"{source.where}: the classes are the labels, such as that of {in_folders[0]}, not the folders"
-                )
-            )
+            found = f"the classes are the labels, such as that of {in_folders[0]}, not the folders"
+            print(one_line(f"{source.where}: {found}"))
         classes, numbers = number_labels(source, scan, labels, origins)
         members = zip(numbers, images, strict=True)
         scan.add_sorted((label, *os.path.split(f"{classes[label]}/{name}"), at) for label, (name, at) in members)

@@ -216,10 +216,8 @@ def check_label_sets(source: Source, separator: str | None) -> Source:
     if source.label_sets is not None and separator is None:
         raise UserError(f"{source.where} holds images with several labels (label_sets); give --multi-label")
     if source.label_sets is None and separator is not None:
-        found = f"{source.where} has one label per image"
-        raise UserError(
-            f"--multi-label needs a list of labels, such as {source.root}.csv, a pack of it, or label_sets; {found}"
-        )
+        needed = f"a list of labels, such as {source.root}.csv, a pack of it, or label_sets"
+        raise UserError(f"--multi-label needs {needed}; {source.where} has one label per image")
     return source
 
 

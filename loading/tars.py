@@ -15,15 +15,7 @@ from files import open_to_read, read_at
 from loading.index import CLASSES, REMOVE_FROM_TAR, ImageIndex, Location, Scan, check_hidden
 from loading.progress import Progress
 from loading.samples import LABELS, Samples
-from loading.source import (
-    PHONE_EXTENSIONS,
-    Source,
-    check_num_bytes,
-    decode_label_sets,
-    digest,
-    encoded,
-    list_folder,
-)
+from loading.source import PHONE_EXTENSIONS, check_num_bytes, decode_label_sets, digest, encoded, list_folder
 
 # The manifest that scripts/pack.py writes next to its shards, and the values by which it is recognised.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -51,7 +43,7 @@ class TarIndex(ImageIndex):
             self.extensions += (*PHONE_EXTENSIONS, *(each for each in more or () if isinstance(each, str)))
 
     @classmethod
-    def find(cls, root: Path) -> list[Source]:
+    def find(cls, root: Path) -> list["TarIndex"]:
         """Return the tars in the split's folder, then shards next to it, then one tar next to it."""
         within, around = _tars_in(root), _tars_in(root.parent)
         official = f"ILSVRC2012_img_{root.name}.tar"
@@ -120,8 +112,8 @@ class TarIndex(ImageIndex):
         if unread := reader.samples.unread:
             print(one_line(f"{unread} and files like it hold no label: the folder, or the tar's name, is the class"))
         found = reader.folders()
-        ordered = sorted((folder.split("/")[0], folder) for folder in found if folder)
-        folders = classes = sorted({name for name, _ in ordered})
+        tops = {folder: folder.split("/")[0] for folder in found if folder}
+        folders = classes = sorted({*tops.values()})
         self.check_classes(classes, len(found.get("", ())))
         if isinstance(self.pack, dict) and (several := self.pack.get(f"{self.root.name} labels")):
             folders, classes = self._read_label_sets(several, scan)
@@ -129,11 +121,10 @@ class TarIndex(ImageIndex):
         with in_one_line(
             f"{self.where} is not as its {PACK_MANIFEST} says; pack again, for it has no labels for a folder"
         ):
-            ordered.sort(key=lambda each: (labels[each[0]], each[1]))
-        for name, folder in ordered:
-            locations = found[folder]
-            names = sorted(locations)
-            scan.add(folder, labels[name], names, [locations[each] for each in names])
+            ordered = sorted((labels[top], folder) for folder, top in tops.items())
+        for label, folder in ordered:
+            names = sorted(found[folder])
+            scan.add(folder, label, names, [found[folder][name] for name in names])
         return classes
 
     def _read_label_sets(self, several: dict, scan: Scan) -> tuple[list[str], list[str]]:

@@ -102,16 +102,20 @@ def hash_line(hashes: dict[str, str]) -> str:
     return "hashes: data {data}, options {options}, first weights {weights}".format(**hashes)
 
 
+def describe_size(model: nn.Module) -> str:
+    """Return how many parameters a model has, and how many of them are trained if those are fewer."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    num_all, num_trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    return f"{num_all:,} parameters" + (f", {num_trained:,} trained" if num_trained < num_all else "")
+
+
 def first_lines(args: Any, model: nn.Module, state: RunState, folder: Path) -> list[str]:
     """Return the lines that a run prints before its first step."""
     device = next(model.parameters()).device
     kind = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size = f"{num_parameters:,} parameters" + (f", {num_trained:,} trained" if num_trained < num_parameters else "")
     batch = f"{counted(state.steps_per_epoch, 'step')} of {counted(args.global_batch_size, 'image')}"
     return [
-        f"{args.model}: {size}, on {device}{kind}, {counted(args.world_size, 'process')}",
+        f"{args.model}: {describe_size(model)}, on {device}{kind}, {counted(args.world_size, 'process')}",
         f"{counted(args.epochs, 'epoch')} of {batch}; the output goes to {folder}",
         f"records go to {', '.join(['metrics.jsonl', *(name for name in args.logger if name != 'none')])}",
         hash_line(state.facts["hashes"]),

@@ -90,15 +90,13 @@ class Feed:
             print(f"warning: logger {self._name} has not ended after {CLOSE_S:.0f} s, and may lack the last records")
 
     def _work(self) -> None:
-        result = (
-            "failed and will be retried with the next record"
-            if self._progress is None
-            else "is off until the next start"
-        )
+        outcome = "failed and will be retried with the next record"
+        if self._progress is not None:
+            outcome = "is off until the next start"
         waiting = []
         for records in iter(self._queue.get, None):
             waiting += records
-            if attempt(f"logger {self._name} {result}", self._hand_over, waiting):
+            if attempt(f"logger {self._name} {outcome}", self._hand_over, waiting):
                 waiting = []
             elif self._progress is None:
                 self._logger = None

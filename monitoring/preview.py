@@ -14,6 +14,7 @@ from loading.source import list_folder, minival_numbers
 from models import optim
 from models.build import build_without_memory, check_model
 from models.ema import describe_ema
+from monitoring.console import describe_size
 from sampler import VirtualShards
 from settings import config
 from settings.options import split_custom
@@ -49,8 +50,6 @@ def preview(args: Any) -> str:
     optimizer = optim.build_optimizer(args, groups)
     scheduler = optim.LRScheduler(args, optimizer)
     steps_per_epoch = num_images // args.global_batch_size
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     last = args.epochs - 1
     epochs = {*(args.epochs * part // 12 for part in range(12)), min(args.lr_warmup_epochs, last), last}
     rates = []
@@ -60,7 +59,7 @@ def preview(args: Any) -> str:
     lines = [
         about,
         *notes,
-        f"{args.model}: {num_parameters:,} parameters, {trained:,} of them trained, in {counted(len(groups), 'group')}",
+        f"{args.model}: {describe_size(model)}, in {counted(len(groups), 'group')}",
         shards.arithmetic,
         f"{steps_per_epoch:,} steps per epoch, {steps_per_epoch * args.epochs:,} in total; "
         f"{num_images % args.global_batch_size} images left out of each epoch, different ones each time",
