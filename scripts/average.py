@@ -1,4 +1,24 @@
-"""Average checkpoints, re-estimate BatchNorm's statistics: `python -m scripts.average RUN --last N --output FILE`."""
+"""Average checkpoints, and re-estimate BatchNorm's statistics.
+
+Examples:
+  python -m scripts.average runs/resnet50 --last 5 --reestimate-bn /data/imagenet --output averaged.pth
+  python -m scripts.average a.pth b.pth c.pth --output averaged.pth
+  python -m scripts.average best_ema.pth --ema --reestimate-bn /data/imagenet --output published.pth --images 50000
+
+The mean of each weight is taken in float64; a mean of integers, such as BatchNorm's count of batches, is rounded down.
+All checkpoints must be of one model with the same classes: of one run, or of several that began with the same weights
+(Wortsman et al., arXiv 2203.05482). A run keeps its newest checkpoints, as many as train.py's --keep-last says.
+
+FILE holds the weights, the model's name, its classes and the options of the first checkpoint. All tools open it, and so
+does train.py --weights FILE; no run resumes from it.
+
+The running means and variances of averaged weights were measured with other weights. --reestimate-bn replaces each by
+the mean of its values in batches of training images, as torch.optim.swa_utils.update_bn does. It reads no labels and no
+validation images. The images are prepared as for evaluation, resized and cropped at the centre at the checkpoint's own
+sizes: random crops show objects larger than evaluation does (Touvron et al., arXiv 1906.06423), so their statistics do
+not fit it. Dropout and stochastic depth stay off. The same images are taken in the same order each time; with the same
+device, --batch-size and number of threads the result is the same in every bit.
+"""
 
 import argparse
 import copy
@@ -33,27 +53,6 @@ from scripts.trained import (
 from settings.options import PREPROCESSING
 
 PROG = "python -m scripts.average"
-
-EPILOG = """\
-examples:
-  python -m scripts.average runs/resnet50 --last 5 --reestimate-bn /data/imagenet --output averaged.pth
-  python -m scripts.average a.pth b.pth c.pth --output averaged.pth
-  python -m scripts.average best_ema.pth --ema --reestimate-bn /data/imagenet --output published.pth --images 50000
-
-The mean of each weight is taken in float64; a mean of integers, such as BatchNorm's count of batches, is rounded down.
-All checkpoints must be of one model with the same classes: of one run, or of several that began with the same weights
-(Wortsman et al., arXiv 2203.05482). A run keeps its newest checkpoints, as many as train.py's --keep-last says.
-
-FILE holds the weights, the model's name, its classes and the options of the first checkpoint. All tools open it, and so
-does train.py --weights FILE; no run resumes from it.
-
-The running means and variances of averaged weights were measured with other weights. --reestimate-bn replaces each by
-the mean of its values in batches of training images, as torch.optim.swa_utils.update_bn does. It reads no labels and no
-validation images. The images are prepared as for evaluation, resized and cropped at the centre at the checkpoint's own
-sizes: random crops show objects larger than evaluation does (Touvron et al., arXiv 1906.06423), so their statistics do
-not fit it. Dropout and stochastic depth stay off. The same images are taken in the same order each time; with the same
-device, --batch-size and number of threads the result is the same in every bit.
-"""
 
 
 def choose(sources: list[str], last: int | None) -> list[str]:
@@ -195,7 +194,7 @@ def average(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     """Average the checkpoints of the command line."""
     usage = "RUN --last N --output FILE [options] | CHECKPOINT... --output FILE [options]"
-    parser = build_parser(PROG, usage, "Average checkpoints, and re-estimate BatchNorm's statistics.", EPILOG)
+    parser = build_parser(PROG, usage, __doc__)
     add_options(parser, "checkpoints, or with --last the output folder of a run", nargs="+")
     parser.add_argument("--last", metavar="N", type=positive, help="the N newest numbered checkpoints of the run")
     parser.add_argument("--output", metavar="FILE", type=output_file(), required=True, help="the file to write")

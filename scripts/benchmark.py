@@ -1,4 +1,16 @@
-"""Measure speed side by side, as ratios within one run: `python -m scripts.benchmark {loader,step}`."""
+"""Measure speed side by side.
+
+loader   images from files and packs, and by torchvision's own preset from the same files: CPU time of one thread
+step     a training step and the same arithmetic with nothing around it; on several processes the step with DDP, the
+         arithmetic with nothing sent, and the step with --use-deterministic-algorithms
+
+Examples:
+  python -m scripts.benchmark loader --data-path /data/imagenet --pack /data/imagenet-256
+  python -m scripts.benchmark step --model resnet50 --batch-size 256 --amp --channels-last --json step.json
+  torchrun --nproc_per_node=2 -m scripts.benchmark step --model resnet18 --batch-size 32
+Both commands also take train.py's options; by default --model resnet18 --batch-size 64. OMP_NUM_THREADS sets the CPU
+threads. The ways run by turns, and a ratio compares two of them within a round: compare ratios, not rates.
+"""
 
 import argparse
 import io
@@ -35,19 +47,6 @@ from scripts.tool import as_path, as_place, build_parser, output_file, positive,
 from settings import config
 
 PROG = "python -m scripts.benchmark"
-
-EPILOG = """\
-loader   images from files and packs, and by torchvision's own preset from the same files: CPU time of one thread
-step     a training step and the same arithmetic with nothing around it; on several processes the step with DDP, the
-         arithmetic with nothing sent, and the step with --use-deterministic-algorithms
-
-examples:
-  python -m scripts.benchmark loader --data-path /data/imagenet --pack /data/imagenet-256
-  python -m scripts.benchmark step --model resnet50 --batch-size 256 --amp --channels-last --json step.json
-  torchrun --nproc_per_node=2 -m scripts.benchmark step --model resnet18 --batch-size 32
-Both commands also take train.py's options; by default --model resnet18 --batch-size 64. OMP_NUM_THREADS sets the CPU
-threads. The ways run by turns, and a ratio compares two of them within a round: compare ratios, not rates.
-"""
 
 NUM_CLASSES, NORMALIZE = 1000, transforms.Normalize(config.IMAGENET_MEAN, config.IMAGENET_STD)
 DEFAULTS = (  # options of train.py ahead of the given ones
@@ -256,7 +255,7 @@ COMMANDS = {"loader": benchmark_loader, "step": benchmark_step}
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of the command and of the options that are not train.py's."""
-    parser = build_parser(PROG, "COMMAND [options]", "Measure speed side by side.", EPILOG)
+    parser = build_parser(PROG, "COMMAND [options]", __doc__)
     add = parser.add_argument
     add("command", metavar="COMMAND", choices=COMMANDS, help="loader or step")
     add("--rounds", metavar="N", type=positive, default=9, help="rounds (default: 9); one more warms up")

@@ -1,4 +1,25 @@
-"""Turn a trained model into files for others: `python -m scripts.export CHECKPOINT --format NAME --output DIR`."""
+"""Turn a trained model into files for others.
+
+forms:
+  weights       NAME-SHA256.pth: a state dict that torchvision's model loads, hashed as torch's hub checks it
+  safetensors   NAME.safetensors: the same weights; opening it can run nothing
+  onnx          NAME.onnx: one file, 2 GiB at most, of (batch, C, S, S) to logits
+  torch-export  NAME.pt2: a program of torch.export, for torch without this code
+
+Examples:
+  python -m scripts.export runs/a/best.pth --format weights onnx --output exported
+  python -m scripts.export runs/a/best_ema.pth --ema --format safetensors torch-export --output exported
+  python -m scripts.export resnet50.IMAGENET1K_V2 --format onnx --output exported
+
+NAME is the model's, and ends in -ema for averaged weights. Beside the files lies NAME.json, which describes them. Every
+file holds the preprocessing and the names of the classes, except the .pth of `weights`, for which NAME.json holds
+them. `python -m scripts.predict FILE IMAGE` reads each of these files.
+
+Each file is read back and compared with the checkpoint before it gets its name: weights in every bit; the logits of a
+graph for 1 and for 3 images may differ by 0.0001 of the largest logit, or of 1 if all are smaller.
+
+A .pt2 is a program: open only those that you trust.
+"""
 
 import argparse
 import hashlib
@@ -33,35 +54,16 @@ from settings.options import short_name
 
 PROG = "python -m scripts.export"
 
-# For each form: the end of its file's name, after the model's; the packages that it needs; its description.
+# For each form: the end of its file's name, after the model's; the packages that it needs.
 FORMS = {
-    "weights": ("-SHA256.pth", (), "a state dict that torchvision's model loads, hashed as torch's hub checks it"),
-    "safetensors": (".safetensors", ("safetensors.torch",), "the same weights; opening it can run nothing"),
-    "onnx": (".onnx", ("onnx", "onnxscript", "onnxruntime"), "one file, 2 GiB at most, of (batch, C, S, S) to logits"),
-    "torch-export": (".pt2", (), "a program of torch.export, for torch without this code"),
+    "weights": ("-SHA256.pth", ()),
+    "safetensors": (".safetensors", ("safetensors.torch",)),
+    "onnx": (".onnx", ("onnx", "onnxscript", "onnxruntime")),
+    "torch-export": (".pt2", ()),
 }
 
 # Largest difference of logits, as a share of the largest logit (of 1 if all are smaller): kernels sum in other orders.
 TOLERANCE = 1e-4
-
-EPILOG = f"""\
-forms:
-{chr(10).join(f"  {name:<13} NAME{suffix}: {meaning}" for name, (suffix, _, meaning) in FORMS.items())}
-
-examples:
-  python -m scripts.export runs/a/best.pth --format weights onnx --output exported
-  python -m scripts.export runs/a/best_ema.pth --ema --format safetensors torch-export --output exported
-  python -m scripts.export resnet50.IMAGENET1K_V2 --format onnx --output exported
-
-NAME is the model's, and ends in -ema for averaged weights. Beside the files lies NAME.json, which describes them. Every
-file holds the preprocessing and the names of the classes, except the .pth of `weights`, for which NAME.json holds
-them. `python -m scripts.predict FILE IMAGE` reads each of these files.
-
-Each file is read back and compared with the checkpoint before it gets its name: weights in every bit; the logits of a
-graph for 1 and for 3 images may differ by {TOLERANCE:g} of the largest logit, or of 1 if all are smaller.
-
-A .pt2 is a program: open only those that you trust.
-"""
 
 # Numbers of images that graphs are compared for: one alone is a case of its own to compilers.
 _PROBES = (1, 3)
@@ -212,7 +214,7 @@ def export(options: argparse.Namespace) -> None:
 def main() -> None:
     """Export the model of the command line."""
     usage = "CHECKPOINT --format NAME --output DIR [options]"
-    parser = build_parser(PROG, usage, "Turn a trained model into files for others.", EPILOG)
+    parser = build_parser(PROG, usage, __doc__)
     add_options(parser)
     parser.add_argument(
         "--format", metavar="NAME", nargs="+", choices=FORMS, required=True, dest="forms",

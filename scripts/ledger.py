@@ -3,6 +3,14 @@
 A record is a folder: record.json (the claim, the command, the commit, versions, the processor and the last results),
 recipe.toml, metrics.jsonl and log.txt of the run. Paths are cut to their last part, and no name of a host stands in it.
 An evaluation, or another script's run, has a log.txt alone, whose first line is `$ COMMAND`.
+
+Examples:
+  python -m scripts.ledger runs/imagenette --claim "imagenette, 5 epochs"
+  python -m scripts.ledger lite0.log --claim "Lite0, published weights"
+  python -m scripts.ledger                       writes the tables again
+
+Runs of one claim may differ in --seed alone. Those on one kind of processor are one row: their mean, and the smallest
+and largest result.
 """
 
 import re
@@ -24,14 +32,6 @@ from scripts.report import LoggedRun, group_seeds
 from settings.choices import CURVES
 
 PROG = "python -m scripts.ledger"
-EXAMPLES = """examples:
-  python -m scripts.ledger runs/imagenette --claim "imagenette, 5 epochs"
-  python -m scripts.ledger lite0.log --claim "Lite0, published weights"
-  python -m scripts.ledger                       writes the tables again
-
-Runs of one claim may differ in --seed alone. Those on one kind of processor are one row: their mean, and the smallest
-and largest result.
-"""
 BEGIN, END = "<!-- results: python -m scripts.ledger -->\n", "<!-- end of results -->\n"
 HEAD = "| run | Acc@1 | time | on |\n|---|---|---|---|\n"
 PAGE = """# Records
@@ -193,7 +193,7 @@ def write_tables(root: Path) -> None:
 
 def main() -> None:
     """Add the runs that the command line names, and write the tables."""
-    parser = tool.build_parser(PROG, "[RUN ... --claim TEXT]", __doc__, EXAMPLES)
+    parser = tool.build_parser(PROG, "[RUN ... --claim TEXT]", __doc__)
     parser.add_argument(
         "runs", metavar="RUN", type=tool.as_path, nargs="*", help="output folder of a finished run, or a log"
     )

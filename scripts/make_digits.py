@@ -2,6 +2,9 @@
 
 1,797 grey images of 8 x 8 px in ten classes (Alpaydin and Kaynak, UCI Machine Learning Repository, 1998). Every fifth
 image of a class goes to val/, the others to train/; the split is fixed.
+
+Example:
+  python -m scripts.make_digits data/digits
 """
 
 import re
@@ -14,7 +17,6 @@ from errors import UserError, one_line
 from scripts.tool import as_path, build_parser, run
 
 PROG = "python -m scripts.make_digits"
-EPILOG = "example:\n  python -m scripts.make_digits data/digits"
 
 
 def write_digits(folder: Path) -> None:
@@ -44,7 +46,7 @@ def write_digits(folder: Path) -> None:
 
 def main() -> None:
     """Write the digits to the folder that the command line names."""
-    parser = build_parser(PROG, "DIR", __doc__, EPILOG)
+    parser = build_parser(PROG, "DIR", __doc__)
     parser.add_argument("folder", metavar="DIR", type=as_path, help="gets train/ and val/, such as data/digits")
     run(PROG, lambda: write_digits(parser.parse_args().folder), "interrupted; the same command writes all images again")
 

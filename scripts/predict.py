@@ -1,4 +1,25 @@
-"""Name the classes of images: `python -m scripts.predict CHECKPOINT-OR-EXPORTED-FILE IMAGE...`."""
+"""Name the classes of images.
+
+Examples:
+  python -m scripts.predict runs/a/best.pth cat.jpg
+  python -m scripts.predict resnet50.IMAGENET1K_V2 photos --json > predictions.json
+  python -m scripts.predict exported/resnet50.onnx photos --topk 3
+  python -m scripts.predict runs/a/best.pth photos/val.csv --html predictions.html
+  python -m scripts.predict runs/a/best_ema.pth --ema photos/*.jpg
+
+The first argument is a checkpoint, a file of weights, a file of `python -m scripts.export` in any form, or the name of
+published weights. A .pt2 is a program: give only those that you trust. Images are prepared as in torchvision's
+evaluation, at the sizes at which the model was evaluated.
+
+--json prints one object and nothing else: preprocessing, and images, a list with an object per image: file, class,
+probability, and top, a list of the topk classes and their probabilities. A class without a name is given by its number.
+
+A list is a .csv, .tsv or .jsonl with the column path and perhaps label. --html shows an image's own class too, where a
+list has it or a folder around the image bears its name.
+
+A path that is not there ends the command before anything is computed, with exit code 2. An image that cannot be read is
+named on standard error and left out, the others are predicted, and the exit code is 1.
+"""
 
 import argparse
 import logging
@@ -31,28 +52,6 @@ from scripts.trained import add_machine_options, add_options, open_from_options,
 PROG = "python -m scripts.predict"
 
 _EXTENSIONS = (*IMG_EXTENSIONS, *PHONE_EXTENSIONS)
-
-EPILOG = """\
-examples:
-  python -m scripts.predict runs/a/best.pth cat.jpg
-  python -m scripts.predict resnet50.IMAGENET1K_V2 photos --json > predictions.json
-  python -m scripts.predict exported/resnet50.onnx photos --topk 3
-  python -m scripts.predict runs/a/best.pth photos/val.csv --html predictions.html
-  python -m scripts.predict runs/a/best_ema.pth --ema photos/*.jpg
-
-The first argument is a checkpoint, a file of weights, a file of `python -m scripts.export` in any form, or the name of
-published weights. A .pt2 is a program: give only those that you trust. Images are prepared as in torchvision's
-evaluation, at the sizes at which the model was evaluated.
-
---json prints one object and nothing else: preprocessing, and images, a list with an object per image: file, class,
-probability, and top, a list of the topk classes and their probabilities. A class without a name is given by its number.
-
-A list is a .csv, .tsv or .jsonl with the column path and perhaps label. --html shows an image's own class too, where a
-list has it or a folder around the image bears its name.
-
-A path that is not there ends the command before anything is computed, with exit code 2. An image that cannot be read is
-named on standard error and left out, the others are predicted, and the exit code is 1.
-"""
 
 
 class Prediction(NamedTuple):
@@ -224,7 +223,7 @@ def predict(options: argparse.Namespace) -> int:
 
 def main() -> None:
     """Predict the classes of the command line's images."""
-    parser = build_parser(PROG, "CHECKPOINT IMAGE... [options]", "Name the classes of images.", EPILOG)
+    parser = build_parser(PROG, "CHECKPOINT IMAGE... [options]", __doc__)
     add_options(parser, "a checkpoint, an exported file, or the name of published weights")
     parser.add_argument("images", metavar="IMAGE", nargs="+", type=as_path, help="files, folders, or lists")
     parser.add_argument("--html", metavar="FILE", type=output_file(".html"), help="show images and classes in a page")

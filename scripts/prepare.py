@@ -1,4 +1,25 @@
-"""Turn ImageNet as it is downloaded into class folders: `python -m scripts.prepare SOURCE... OUT`."""
+"""Turn ImageNet as it is downloaded into class folders.
+
+sources, as files or as folders that hold them:
+  official   ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
+             ILSVRC2012_devkit_t12.tar.gz, which lists the classes of val (needs scipy: pip install scipy)
+  Kaggle     the unzipped folder: ILSVRC/Data/CLS-LOC/train and val, LOC_val_solution.csv
+  parquet    Hugging Face's train-*.parquet and validation-*.parquet (needs pyarrow: pip install pyarrow)
+  a folder   with train/ and val/: class folders, or a flat val/ that the devkit or LOC_val_solution.csv sorts
+
+Examples:
+  python -m scripts.prepare ~/Downloads /data/imagenet
+  python -m scripts.prepare ~/kaggle/imagenet /data/imagenet
+  python -m scripts.prepare /data/flat ILSVRC2012_devkit_t12.tar.gz /data/imagenet   # sort a flat /data/flat/val
+  python -m scripts.prepare /data/tars /data/tars --splits val   # --data-path reads the training tar as it is
+
+OUT gets train/<synset>/*.JPEG and val/<synset>/*.JPEG, with the same names from every source. The classes are the
+synsets in alphabetical order, as torchvision's weights expect them (not the order of the devkit's numbers).
+
+The source is never changed. Images that are files already are linked (hard links take no space) if OUT is on the same
+disk, and copied otherwise. A split is built in OUT/train.partial and gets its name when all of it is on the disk.
+After an interruption of any kind the same command continues where it stopped.
+"""
 
 import argparse
 import csv
@@ -36,28 +57,6 @@ MD5 = {
 }
 
 KNOWN = (*MD5, TRUTH_CSV)
-
-EPILOG = f"""\
-sources, as files or as folders that hold them:
-  official   {TRAIN_TAR}, {VAL_TAR} and
-             {DEVKIT}, which lists the classes of val (needs scipy: pip install scipy)
-  Kaggle     the unzipped folder: ILSVRC/Data/CLS-LOC/train and val, {TRUTH_CSV}
-  parquet    Hugging Face's train-*.parquet and validation-*.parquet (needs pyarrow: pip install pyarrow)
-  a folder   with train/ and val/: class folders, or a flat val/ that the devkit or {TRUTH_CSV} sorts
-
-examples:
-  python -m scripts.prepare ~/Downloads /data/imagenet
-  python -m scripts.prepare ~/kaggle/imagenet /data/imagenet
-  python -m scripts.prepare /data/flat {DEVKIT} /data/imagenet   # sort a flat /data/flat/val
-  python -m scripts.prepare /data/tars /data/tars --splits val   # --data-path reads the training tar as it is
-
-OUT gets train/<synset>/*.JPEG and val/<synset>/*.JPEG, with the same names from every source. The classes are the
-synsets in alphabetical order, as torchvision's weights expect them (not the order of the devkit's numbers).
-
-The source is never changed. Images that are files already are linked (hard links take no space) if OUT is on the same
-disk, and copied otherwise. A split is built in OUT/train.partial and gets its name when all of it is on the disk.
-After an interruption of any kind the same command continues where it stopped.
-"""
 
 # Folders to search below each given one: itself, Hugging Face's and Kaggle's.
 _PLACES = ("", "data", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
@@ -377,8 +376,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    description = "Turn ImageNet as it is downloaded into class folders."
-    parser = build_parser(PROG, "SOURCE [SOURCE ...] OUT [options]", description, EPILOG)
+    parser = build_parser(PROG, "SOURCE [SOURCE ...] OUT [options]", __doc__)
     parser.add_argument("sources", metavar="SOURCE", nargs="+", type=as_path, help="archive, or folder that holds some")
     parser.add_argument("out", metavar="OUT", type=as_path, help="folder that gets train/ and val/; made if need be")
     parser.add_argument(

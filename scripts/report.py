@@ -1,4 +1,14 @@
-"""Write a page about a run, or one that compares several runs, as a single HTML file that loads nothing."""
+"""Write a page about a run, or one that compares several runs, as a single HTML file that loads nothing.
+
+Examples:
+  python -m scripts.report runs/digits                      writes runs/digits/report.html
+  python -m scripts.report runs/a runs/b                    compares two runs in comparison.html
+  python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed alone are one band
+
+The page of one run begins with its result; then come curves, confusion, pictures, epochs, and options that are no
+defaults. That of several runs begins with a table of them, the best first, with the options that differ; then come one
+plot of all runs for each measure, and results with their spread. Needs matplotlib.
+"""
 
 import base64
 import io
@@ -31,15 +41,6 @@ from settings.options import BY_NAME
 
 PROG = "python -m scripts.report"
 
-EXAMPLES = """examples:
-  python -m scripts.report runs/digits                      writes runs/digits/report.html
-  python -m scripts.report runs/a runs/b                    compares two runs in comparison.html
-  python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed alone are one band
-
-The page of one run begins with its result; then come curves, confusion, pictures, epochs, and options that are no
-defaults. That of several runs begins with a table of them, the best first, with the options that differ; then come one
-plot of all runs for each measure, and results with their spread. Needs matplotlib.
-"""
 KINDS = {
     "train": "training", "val": "validation", "val_ema": "validation, averaged weights", "minival": "minival",
     "minival_ema": "minival, averaged weights",
@@ -449,7 +450,7 @@ def write_report(folders: list[Path], out: Path | None = None) -> Path:
 
 def main() -> None:
     """Write the page about the runs that the command line names."""
-    parser = tool.build_parser(PROG, "RUN [RUN ...] [--out FILE]", __doc__, EXAMPLES)
+    parser = tool.build_parser(PROG, "RUN [RUN ...] [--out FILE]", __doc__)
     parser.add_argument(
         "runs", metavar="RUN", type=tool.as_path, nargs="+", help="output folder of a run, such as runs/digits"
     )

@@ -30,13 +30,18 @@ _WRONG_PATH = {
 }  # fmt: skip
 
 
-def build_parser(prog: str, usage: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """Return a parser without options; `usage` follows the command, and the epilog keeps its line breaks."""
+def build_parser(prog: str, usage: str, about: str | None, examples: str = "") -> argparse.ArgumentParser:
+    """Return a parser without options; `usage` follows the command.
+
+    `about` is the docstring of the tool: its first paragraph comes before the options, the others and `examples` after
+    them. It is None under `python -OO`.
+    """
+    description, _, rest = (about or "").partition("\n\n")
     return OneLineParser(
         prog=prog,
         usage=f"{prog} {usage}",
         description=description,
-        epilog=epilog,
+        epilog=f"{rest}\n\n{examples}".strip(),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -204,7 +204,7 @@ def test_samples_of_12_bits_in_files_of_16_are_a_problem(images, tmp_path):
 
 def test_every_example_of_the_help_is_a_command():
     for tool in (check, prepare):
-        lines = [line for line in tool.EPILOG.splitlines() if line.startswith(f"  {tool.PROG}")]
+        lines = [line for line in tool.get_args_parser().epilog.splitlines() if line.startswith(f"  {tool.PROG}")]
         assert len(lines) >= 4
         for line in lines:
             tool.get_args_parser().parse_args(shlex.split(line, comments=True)[3:])
