@@ -414,7 +414,9 @@ def describe_settings(groups: dict[str, list[LoggedRun]]) -> str:
     for label, group in groups.items():
         found = [best for run in group for kind, (best, _) in bests(run, metric).items() if kind in ("val", "minival")]
         if found:
-            rows.append([label, len(found), f"{statistics.fmean(found):.3f} \u00b1 {spread(found):.3f}"])
+            mean, deviation = statistics.fmean(found), f" \u00b1 {spread(found):.3f}" if len(found) > 1 else ""
+            rows.append((mean, label, len(found), f"{mean:.3f}{deviation}"))
+    rows = [row for _, *row in sorted(rows, reverse=not CURVES[metric].is_lower_better)]  # the best first
     title = f"best {PANELS[metric].partition(',')[0]}, mean \u00b1 standard deviation"
     return table(["setting", "runs", title], rows) if rows else ""
 

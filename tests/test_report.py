@@ -213,6 +213,7 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
     page = Cells("".join([describe_settings(groups), *compare_runs(groups).values()]))
     assert ["s (3 runs)"[-8:], "3"] == [page.rows[1][0][-8:], page.rows[1][1]]
     assert page.rows[1][2] == f"{mean:.3f} \u00b1 {deviation:.3f}"
+    assert page.rows[2][2] == "20.000"  # one run has no deviation; the best setting comes first
     assert next(row[2:] for row in page.rows if row[1:2] == ["val acc1"]) == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
 
 
