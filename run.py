@@ -18,7 +18,7 @@ from checkpointing.folder import explained
 from checkpointing.guard import describe_processor, find_hashes, run_facts
 from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
-from distributed import collectives
+from distributed import collectives, signals
 from distributed.decision import CONTINUE, StepDecisions, WatchedLoader
 from distributed.launch import read_launch
 from distributed.watch import StallWatchdog
@@ -153,7 +153,7 @@ class Run(Steps):
         self.gauges = Gauges(args, parts, device)
         self.due = []  # records of windows that have ended, without values that are still on the device
         self.status, self.ending = StatusFile(own_folder, self.state, self.progress), "preempted"
-        self.clock = Clock()
+        self.clock, self.saving_s, self.starting_s = Clock(), 0.0, 0.0  # since the last record of an epoch
         note_stall = partial(self.status.write, "failed")
         self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, note_stall)
 
@@ -179,6 +179,7 @@ class Run(Steps):
             stack.callback(self.watchdog.end)
             stack.callback(self.manager.close)
             self._contexts = stack.pop_all()
+        self.starting_s = time.monotonic() - (signals.began_s or time.monotonic())
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
@@ -389,7 +390,10 @@ class Run(Steps):
         metric_logger.show({**values, "img/s": rate}, n, self.epoch_tally.peek()[0])
         if not self.has_steps_left:
             means, _ = self.epoch_tally.compute_and_reset()
-            self.monitor.write("epoch", **self.here, **means, lr=max(group["lr"] for group in self.gauges.groups))
+            means |= {"lr": max(group["lr"] for group in self.gauges.groups), "saving_s": [self.saving_s]}
+            waits = collectives.gather_plain(self.clock.since("epoch")[2])
+            self.monitor.write("epoch", **self.here, **means, waiting_s=waits, starting_s=[self.starting_s])
+            self.saving_s = self.starting_s = 0.0
 
     def gather(self) -> None:
         """Add up the metrics since the last call, and write the records of the windows that have ended.
@@ -416,6 +420,7 @@ class Run(Steps):
         Args:
             is_last: whether this is the run's last save: wait for it, and fail if it fails.
         """
+        start_s = time.monotonic()
         self.gather()
         # Weights are equal on all ranks, running statistics are not; rank 0's are saved.
         average, optimizer = self.state.parts.get("model_ema"), self.state.parts["optimizer"].optimizer
@@ -442,6 +447,7 @@ class Run(Steps):
         if is_saved:
             self.saved = self.saving
         self.watchdog.beat()
+        self.saving_s += time.monotonic() - start_s
 
     def failure(self, what: str) -> UserError:
         """Return the error of numbers that are not finite, with what is left to resume from."""

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 
 from distributed.launch import read_launch
@@ -19,6 +20,8 @@ from errors import UserError, say
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _PR_SET_PDEATHSIG = 1
+
+began_s = None  # when the script began, by `time.monotonic`; None in a process that imports this project
 
 
 class Signals:
@@ -73,7 +76,8 @@ def is_stop_asked() -> bool:
 
 def begin_script() -> None:
     """Handle signals, and reopen closed standard files."""
-    global _signals  # noqa: PLW0603
+    global _signals, began_s  # noqa: PLW0603
+    began_s = time.monotonic()
     _signals = Signals()
     _signals.install()
     open_closed_files()

@@ -33,7 +33,7 @@ from checkpointing.checkpoint import BEST_NAMES
 from errors import UserError, duration, one_line, require_package
 from files import open_to_read, read_json
 from monitoring.events import NOT_DRAWN
-from monitoring.monitor import read_records
+from monitoring.monitor import OF_TRAINING, read_records
 from scripts import tool
 from settings.choices import CURVES
 from settings.config import IMAGENET_MEAN, IMAGENET_STD
@@ -345,6 +345,28 @@ def best_metric(run: LoggedRun) -> str:
     return next((name for name in names if name in CURVES and any(run.points(kind, name) for kind in kinds)), "acc1")
 
 
+def where_time_went(run: LoggedRun) -> str:
+    """Return the shares of a run's time, the largest first, and the processes that waited most and least for images."""
+    names = "starting_s", "waiting_s", "saving_s"
+    epochs = [[record.get(name) for name in names] for record in run.records if record["kind"] == "epoch"]
+    epochs = [each for each in epochs if all(isinstance(row, list) and {*map(type, row)} == {float} for row in each)]
+    hours = [(record["kind"], record["hours"]) for record in run.records if isinstance(record.get("hours"), float)]
+    if not epochs or not hours:
+        return ""
+    # In each step all processes wait for the one whose images come last.
+    starting, images, saving = (sum(max(row) for row in column) for column in zip(*epochs, strict=True))
+    pairs = itertools.pairwise(hours)
+    evaluating = 3600 * sum(after - before for (_, before), (kind, after) in pairs if kind not in OF_TRAINING)
+    whole = max(3600 * hours[-1][1] + starting, 1e-9)
+    parts = {"starting": starting, "waiting for images": images, "saving": saving, "evaluating": evaluating}
+    parts["training steps"] = max(whole - sum(parts.values()), 0.0)
+    shares = [f"{name} {part / whole:.0%}" for name, part in sorted(parts.items(), key=lambda each: -each[1])]
+    waits = [sum(each) for each in zip(*(row for _, row, _ in epochs), strict=False)]
+    most, least = waits.index(max(waits)), waits.index(min(waits))
+    ranks = f"; most for images: rank {most}, {duration(waits[most])}; least: rank {least}, {duration(waits[least])}"
+    return ", ".join(shares) + (ranks if len(waits) > 1 else "")
+
+
 def describe_result(run: LoggedRun) -> str:
     """Return the table of what a run has reached, and of what it is."""
     about, status = (read_json(run.folder / name) for name in ("run.json", "status.json"))
@@ -366,7 +388,7 @@ def describe_result(run: LoggedRun) -> str:
             )
     rates = run.points("train", "images_per_s").values()
     rows.append(["state", " ".join(str(status.get(name, "")) for name in ("state", "reason"))])
-    rows.append(["time", run.took])
+    rows += [["time", run.took], ["of which", where_time_went(run)]]
     rows.append(["images a second", f"{statistics.median(rates):.1f} in training" if rates else ""])
     rows.append(["model", run.options.get("model")])
     rows.append(["data", " ".join(str(run.options.get(name, "")) for name in ("data-path", "synthetic"))])

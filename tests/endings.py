@@ -25,7 +25,7 @@ from settings.options import BY_NAME, SILENT
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
 # of the run and the same after any restart.
 MACHINE_FIELDS = {
-    "time", "hours", "images_per_s", "data_wait", "memory_gib", "world_size",
+    "time", "hours", "images_per_s", "data_wait", "memory_gib", "world_size", "starting_s", "waiting_s", "saving_s",
 }  # fmt: skip
 
 # In a checkpoint: the command, and the machine that ran it.

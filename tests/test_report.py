@@ -21,6 +21,7 @@ from scripts.report import (
     group_seeds,
     name_group,
     rank_runs,
+    where_time_went,
     write_report,
 )
 from tests.exports import refused
@@ -215,6 +216,23 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
     assert page.rows[1][2] == f"{mean:.3f} \u00b1 {deviation:.3f}"
     assert page.rows[2][2] == "20.000"  # one run has no deviation; the best setting comes first
     assert next(row[2:] for row in page.rows if row[1:2] == ["val acc1"]) == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
+
+
+def test_the_shares_of_a_runs_time_are_told_with_the_process_that_the_others_wait_for(tmp_path):
+    run = write_run(tmp_path / "run")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert where_time_went(LoggedRun(run)) == ""  # older runs do not say
+    for record in records:  # 2.5 hours, of which half an hour of evaluations
+        if record["kind"] == "epoch":
+            record |= {"starting_s": [900.0], "waiting_s": [180.0, 900.0], "saving_s": [450.0]}
+            record["hours"] = record["step"] / 8 - 0.25
+        elif record["kind"] == "train":
+            record["hours"] = record["step"] / 8 - 0.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    told = where_time_went(LoggedRun(run))
+    assert "most for images: rank 1, 30m00s; least: rank 0, 6m00s" in told
+    shares = {name.rpartition(" ")[0]: int(name.rpartition(" ")[2][:-1]) for name in told.partition(";")[0].split(", ")}
+    assert shares == {"training steps": 42, "evaluating": 17, "starting": 17, "waiting for images": 17, "saving": 8}
 
 
 def test_runs_are_ranked_on_the_set_that_chooses_the_best_by_one_metric(tmp_path):
