@@ -1,9 +1,14 @@
-"""Measure what needs a GPU: its tests, steps, scaling, a resume, and the first steps of a recipe; 20 minutes at most.
+"""Measure what needs a GPU: its tests, steps, models, scaling, a resume; 20 minutes at most.
 
-Writes one JSON file and, for a GPU, the table in docs/performance.md. What could not be measured gets no row.
+Writes one JSON file and, for a GPU, the table in docs/performance.md. What could not be measured gets no row. With
+--data-path there are rows of real JPEGs; with TORCHVISION_REFERENCES, the folder of torchvision's references/
+classification, also one of its own train.py. --only TEXT measures the rows whose names contain TEXT, and keeps the
+others that --json holds of the same machine.
 """
 
 import json
+import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -13,75 +18,170 @@ import time
 import xml.etree.ElementTree as ElementTree
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from checkpointing.archive import load_checkpoint
 from checkpointing.guard import describe_environment, describe_processor
 from distributed.collectives import count_cores
 from errors import UserError, counted
+from files import make_folder, read_json
+from models.build import build_model
 from monitoring.monitor import read_records
 from scripts import tool
-from settings.config import find_device
+from settings import config
 
 PROG = "python -m scripts.gpu_report"
 EXAMPLES = """examples:
   python -m scripts.gpu_report                                  on every GPU of this machine (make gpu-report)
-  python -m scripts.gpu_report --device cpu --model resnet18 --crop 32 --batch-size 4 --steps 3    to try it
+  python -m scripts.gpu_report --only vit_b_16                  the rows of one model alone
+  python -m scripts.gpu_report --data-path /data/imagenet       and rows of real JPEGs
+  python -m scripts.gpu_report --device cpu --model resnet18 --crop 32 --batch-size 4 --steps 20   to try it
 """
 LIMIT_S = 20 * 60
 BEGIN, END = "<!-- gpu: python -m scripts.gpu_report -->\n", "<!-- end of gpu -->\n"
-PRECISIONS = ["", "--tf32", "--amp", "--amp --amp-dtype bfloat16 --channels-last",
-              "--amp --amp-dtype bfloat16 --channels-last --compile"]  # fmt: skip
+BFLOAT16 = "--amp --amp-dtype bfloat16 --channels-last"
+PRECISIONS = ["", "--tf32", "--amp", BFLOAT16, f"{BFLOAT16} --compile"]
+# Products in bfloat16 with sums in float32, without sparsity, TFLOP/s, by NVIDIA's data sheets. The first name counts
+# that the card's own name contains.
+PEAKS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "L40S": 362, "L4": 121,
+    "RTX 4090": 165, "RTX 3090": 71,
+}  # fmt: skip
+# Images/s in training that others have published, or that one may expect: card, model, processes.
+_NVIDIA, _TIMM, _EXPECTED = "NVIDIA DeepLearningExamples, AMP", "timm's results/, AMP, NHWC", "expected of this card"
+PUBLISHED = {
+    ("A100", "resnet50", 1): (2470, 2470, _NVIDIA), ("A100", "resnet50", 8): (16621, 16621, _NVIDIA),
+    ("RTX 3090", "resnet50", 1): (1218, 1218, _TIMM), ("RTX 3090", "vit_b_16", 1): (393, 393, _TIMM),
+    ("RTX 3090", "convnext_tiny", 1): (819, 819, _TIMM),
+    **{
+        (card, model, 1): (low, high, _EXPECTED)
+        for card in ("H100", "H200")
+        for model, low, high in [("resnet50", 3200, 4500), ("vit_b_16", 1900, 2400), ("convnext_tiny", 2000, 3000)]
+    },
+}  # fmt: skip
+# How a row's figures stand in the table.
+FORMS = {
+    "result": "{}", "images_per_s": "{:,.0f} images/s",
+    "ours_per_bare": "ours / bare {0[0]:.3f} ({0[1]:.3f} to {0[2]:.3f})",
+    "efficiency": "{:.1%} of as many single ones", "data_wait": "{:.1%} waiting for data", "memory_gib": "{:.1f} GiB",
+    "first_step_s": "first step {:.1f} s", "eval_images_per_s": "evaluation {:,.0f} images/s",
+    "mfu": "{:.1%} of the card's peak", "published": "{}",
+}  # fmt: skip
 
 
 class Row(NamedTuple):
-    """One measurement: commands to run one after the other, and what reads the result from the folder they wrote to."""
+    """One measurement: commands to run in turn, and what reads its figures from the folder that they write to."""
 
     name: str
     commands: list[str]  # what follows `python`
-    read: Callable[[Path], str | None]  # None if nothing was measured
+    read: Callable[[Path], dict[str, Any] | None]  # figures by the names of FORMS; None if nothing was measured
+    model: str | None = None  # whose share of the card's peak is of interest, on so many processes
+    processes: int = 1
+    single: str | None = None  # the row of the same command on one process
 
 
-def read_tests(folder: Path) -> str | None:
+def read_tests(folder: Path) -> dict[str, Any] | None:
     """Return the counts of the tests that ran; those that were skipped for want of a GPU did not."""
     suite = next(ElementTree.parse(folder / "tests.xml").iter("testsuite"))
     skipped, bad = int(suite.get("skipped")), int(suite.get("failures")) + int(suite.get("errors"))
     passed = int(suite.get("tests")) - skipped - bad
-    return f"{passed} passed, {bad} failed, {skipped} skipped" if passed + bad else None
+    return {"result": f"{passed} passed, {bad} failed, {skipped} skipped"} if passed + bad else None
 
 
-def read_step(folder: Path) -> str:
-    """Return the rate of our step, and its ratio to the bare one."""
+def read_step(folder: Path) -> dict[str, Any]:
+    """Return the rate of our step on a process, and its ratio to the bare one: median and quartiles."""
     found = json.loads((folder / "step.json").read_text())
-    middle, low, high, *_ = found["ratios"]["ours / bare"]
-    rate = statistics.median(found["rates"]["ours"])
-    return f"{rate:,.0f} images/s a process; ours / bare {middle:.3f} ({low:.3f} to {high:.3f})"
+    return {
+        "images_per_s": statistics.median(found["rates"]["ours"]), "ours_per_bare": found["ratios"]["ours / bare"][:3]
+    }  # fmt: skip
 
 
-def read_resume(folder: Path) -> str:
+def read_resume(folder: Path) -> dict[str, Any]:
     """Compare the weights of a run with those of one that ended after an epoch and was resumed."""
     whole, resumed = (load_checkpoint(folder / name / "checkpoint.pth", name)["model"] for name in ("whole", "resumed"))
     differing = sum(not torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-    return f"{differing} of {counted(len(whole), 'tensor')} differ" if differing else "the same bits"
+    return {"result": f"{differing} of {counted(len(whole), 'tensor')} differ" if differing else "the same bits"}
 
 
-def read_recipe(folder: Path) -> str:
-    """Return the rate, the share of time that waited for data, and the memory of a run's lines but the first."""
-    records = [record for record in read_records(folder / "recipe") if record["kind"] == "train"][1:]
-    rate, wait = (statistics.median(record[name] for record in records) for name in ("images_per_s", "data_wait"))
-    return f"{rate:,.0f} images/s, {wait:.1%} waiting for data, {records[-1]['memory_gib']:.1f} GiB"
+def read_run(name: str, folder: Path) -> dict[str, Any]:
+    """Return the figures of a run's records: of all lines but the first, which has the first step, and the last one."""
+    records = read_records(folder / name)
+    first, *lines = [record for record in records if record["kind"] == "train"]
+    rate, wait = (statistics.median(line[field] for line in lines) for field in ("images_per_s", "data_wait"))
+    batch = first["images"] / first["step"]
+    first_s = first["images"] / first["images_per_s"] - (first["images"] - batch) / rate
+    found = {"images_per_s": rate, "data_wait": wait, "memory_gib": lines[-1]["memory_gib"]}
+    found["first_step_s"] = max(first_s, batch / rate)  # on a busy machine the other lines may be slower
+    if records[-1]["kind"] == "val":  # after a compilation there are two epochs: the second evaluation is of interest
+        took_s = 3600 * (records[-1]["hours"] - records[-2]["hours"])
+        found["eval_images_per_s"] = records[-1]["n"] / took_s
+    return found
+
+
+def read_torchvisions(batch_size: int, folder: Path) -> dict[str, Any]:
+    """Return the rate of torchvision's train.py by its seconds a step; its own img/s leaves out the wait for data."""
+    lines = re.findall(r"^Epoch: .*time: ([\d.]+)  data: ([\d.]+)", (folder / "output.txt").read_text(), re.M)[1:]
+    step_s, wait_s = (statistics.median(map(float, each)) for each in zip(*lines, strict=True))
+    return {"images_per_s": batch_size / step_s, "data_wait": wait_s / step_s}
+
+
+def link_images(source: Path, folder: Path, least: int) -> Path:
+    """Fill a folder with links to the images of source/train and source/val, some more than once: at least so many."""
+    for split in ("train", "val"):
+        images = sorted(path for path in (source / split).glob("*/*") if path.is_file())
+        if not images:
+            raise UserError(f"--data-path {source} has no {split}/CLASS/IMAGE; expected ImageNet's folders")
+        for number in range(max(least, len(images)) if split == "train" else len(images)):
+            image = images[number % len(images)]
+            make_folder(folder / split / image.parent.name)
+            (folder / split / image.parent.name / f"{number}-{image.name}").symlink_to(image.resolve())
+    return folder
+
+
+def count_flops(model: str, crop: int | None) -> int:
+    """Return the floating-point operations of training on one image: three times those of the forward pass.
+
+    A product and its sum are two. torch's counter is wrong about the backward pass of grouped convolutions.
+    """
+    args, _ = config.on_machine(config.parse_args(["--synthetic", "--model", model, "--device", "cpu"]))
+    with torch.device("meta"):
+        network, image = build_model(args, 1000), torch.zeros(1, 3, crop or 224, crop or 224)
+        with FlopCounterMode(display=False) as counter:
+            network.eval()(image)
+    return 3 * counter.get_total_flops()
+
+
+def judge(row: Row, found: dict[str, Any], rows: dict[str, dict], card: str, crop: int | None) -> None:
+    """Add how good a rate is: beside one process, the card's peak, and a published figure."""
+    if single := rows.get(row.single):
+        found["efficiency"] = found["images_per_s"] / single["images_per_s"] / row.processes
+    if row.model is None:
+        return
+    if peak := next((peak for name, peak in PEAKS.items() if name in card), None):
+        found["mfu"] = found["images_per_s"] * count_flops(row.model, crop) / (peak * 1e12 * row.processes)
+    for (name, model, processes), (low, high, source) in PUBLISHED.items():
+        if name in card and (model, processes) == (row.model, row.processes) and not crop:
+            found["published"] = f"{low:,}{f' to {high:,}' if high > low else ''}: {source}"
+            if found["images_per_s"] < low / 2:
+                found["published"] += "; BELOW HALF OF IT: something is wrong"
 
 
 def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]:
     """Yield the measurements for this machine."""
     there, ranks, lines = shlex.quote(str(folder)), max(num_gpus, 1), max(options.steps // (5 if num_gpus else 10), 1)
     crop = f"--train-crop-size {options.crop} --val-crop-size {options.crop}" if options.crop else ""
-    model = f"--model {shlex.quote(options.model)} --batch-size {options.batch_size} --device {options.device} {crop}"
+    batch, name = options.batch_size[0], options.model[0]
+    model = f"--model {shlex.quote(name)} --batch-size {batch} --device {options.device} {crop}"
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}" if num_gpus > 1 else ""
     yield Row("tests of `-m gpu`", [f"-m pytest -q -m gpu --junitxml {there}/tests.xml"], read_tests)
+    yield from model_rows(options, there, crop, lines, num_gpus)
+    if options.data_path:
+        yield from image_rows(options, folder, crop, lines, num_gpus)
     # With --workers 0 a compiled step waits for the loop to load: 0.61 of the bare one on an H200; 0.92 with workers.
     workers = min(count_cores() // ranks, 16) if num_gpus else 0
     step = f"-m scripts.benchmark step --rounds 5 --steps {lines} --workers {workers}"
@@ -89,21 +189,60 @@ def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]
     for precision in PRECISIONS if num_gpus else PRECISIONS[:1]:
         yield Row(f"step, {precision or 'float32'}", [f"{step} {precision}"], read_step)
     if launcher:
-        yield Row(f"step on {ranks} GPUs, {PRECISIONS[3]}", [f"{launcher} {step} {PRECISIONS[3]}"], read_step)
-    run = f"train.py --use-deterministic-algorithms {model} --synthetic {20 * options.batch_size} --output-dir {there}"
+        yield Row(f"step on {ranks} GPUs, {BFLOAT16}", [f"{launcher} {step} {BFLOAT16}"], read_step)
+    run = f"train.py --use-deterministic-algorithms {model} --synthetic {20 * batch} --output-dir {there}"
     whole, first = f"{run}/whole --epochs 2", f"{run}/resumed --epochs 1"
     again = f"{run}/resumed --epochs 2 --resume auto --allow-change epochs"
     yield Row("a run of two epochs, and one resumed after the first", [whole, first, again], read_resume)
-    batch = ranks * options.batch_size
     recipe = f"train.py --recipe resnet50-fast16 --epochs 1 --lr-warmup-epochs 0 --crop-ramp-epochs 0 1 {model}"
-    recipe += f" --lr-scaling linear --global-batch-size {batch} --synthetic {options.steps * batch}"
+    recipe += f" --lr-scaling linear --global-batch-size {ranks * batch} --synthetic {options.steps * ranks * batch}"
     recipe += f" --train-crop-size-min {options.crop}" if options.crop else ""
     recipe += f" --print-freq {lines} --output-dir {there}/recipe"
-    yield Row("`resnet50-fast16`, made-up images", [f"{launcher} {recipe}"], read_recipe)
+    yield Row("`resnet50-fast16`, made-up images", [f"{launcher} {recipe}"], partial(read_run, "recipe"))
 
 
-def measure(row: Row, folder: Path, end_s: float) -> str | None:
-    """Run a row's commands; return its result, or None and say why there is none."""
+def model_rows(options: Namespace, there: str, crop: str, lines: int, num_gpus: int) -> Iterator[Row]:
+    """Yield runs on made-up images: each model in two batch sizes, eager and compiled, and the first on more GPUs."""
+    for model in options.model:
+        for batch in options.batch_size:
+            for mode in ("", " --compile") if num_gpus else ("",):
+                title = f"{model}, batch {batch}, bfloat16, NHWC{', compiled' if mode else ''}"
+                counts = [2**power for power in range(num_gpus.bit_length())] or [1]
+                is_scaled = mode and (model, batch) == (options.model[0], options.batch_size[0])
+                for ranks in sorted({*counts, num_gpus}) if is_scaled else [1]:
+                    name = f"run-{model}-{batch}{mode.strip()}-{ranks}".replace("/", "_")
+                    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks} " if ranks > 1 else ""
+                    command = (
+                        f"train.py --model {shlex.quote(model)} --batch-size {batch} --device {options.device} {crop}"
+                    )
+                    command += (
+                        f" {BFLOAT16}{mode} --lr 0.001 --epochs 2 --synthetic {options.steps * batch * ranks // 2}"
+                    )
+                    command += f" --print-freq {max(lines // 2, 1)} --output-dir {there}/{shlex.quote(name)}"
+                    single = title if ranks > 1 else None
+                    yield Row(
+                        f"{title}, {ranks} processes" if single else title, [launcher + command],
+                        partial(read_run, name), model, ranks, single,
+                    )  # fmt: skip
+
+
+def image_rows(options: Namespace, folder: Path, crop: str, lines: int, num_gpus: int) -> Iterator[Row]:
+    """Yield runs of the first model on real JPEGs: torchvision's script, ours with its options, ours at its best."""
+    batch, cores = options.batch_size[0], count_cores()
+    images = link_images(options.data_path, folder / "images", options.steps * batch)
+    common = f"--model {options.model[0]} --batch-size {batch} --device {options.device} {crop} --epochs 1 --lr 0.001"
+    common += f" --data-path {shlex.quote(str(images))} --print-freq {lines} --workers {min(cores, 16)}"
+    title, amp = f"{options.model[0]}, batch {batch}, JPEGs, {counted(cores, 'core')}", "--amp" if num_gpus else ""
+    if references := os.environ.get("TORCHVISION_REFERENCES"):
+        command = f"{shlex.quote(references)}/train.py {common} {amp}"
+        yield Row(f"torchvision's train.py, {title}, {amp or 'float32'}", [command], partial(read_torchvisions, batch))
+    for name, precision in {"theirs": amp, "best": PRECISIONS[-1]}.items() if num_gpus else {"theirs": ""}.items():
+        command = f"train.py {common} {precision} --output-dir {shlex.quote(str(folder / name))}"
+        yield Row(f"{title}, {precision or 'float32'}", [command], partial(read_run, name))
+
+
+def measure(row: Row, folder: Path, end_s: float) -> dict[str, Any] | None:
+    """Run a row's commands; return its figures, or None and say why there are none."""
     for command in row.commands:
         try:
             words, left_s = [sys.executable, *shlex.split(command)], max(end_s - time.monotonic(), 1)
@@ -111,39 +250,55 @@ def measure(row: Row, folder: Path, end_s: float) -> str | None:
         except subprocess.TimeoutExpired:
             print(f"{row.name}: not measured: the {LIMIT_S // 60} minutes are over")
             return None
+        (folder / "output.txt").write_text(done.stdout)
         if done.returncode and row.read is not read_tests:
             last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
             print(f"{row.name}: not measured: exit code {done.returncode}: {last}")
             return None
     try:
-        result = row.read(folder)
+        found = row.read(folder)
     except (OSError, ValueError, LookupError, UserError) as error:
         print(f"{row.name}: not measured: {type(error).__name__}: {error}")
         return None
-    print(f"{row.name}: {result or 'not measured: every test was skipped'}", flush=True)
-    return result
+    if found is None:
+        print(f"{row.name}: not measured: every test was skipped")
+    return found
 
 
-def write_report(options: Namespace) -> dict[str, Any]:
-    """Measure all rows, and write the JSON file and, for a GPU, the table."""
+def as_text(found: dict[str, Any]) -> str:
+    """Return a row's figures as they stand in the table."""
+    return "; ".join(form.format(found[name]) for name, form in FORMS.items() if name in found)
+
+
+def write_report(options: Namespace) -> int:
+    """Measure all rows, or those of --only, and write the JSON file and, for a GPU, the table.
+
+    Returns:
+        the number of rows that were measured.
+    """
     num_gpus = torch.cuda.device_count() if options.device.startswith("cuda") else 0
     end_s = time.monotonic() + LIMIT_S
     environment = describe_environment(Namespace(device=options.device, world_size=max(num_gpus, 1)))
-    rows, report = {}, {"date": time.strftime("%Y-%m-%d"), "processor": describe_processor()}
+    before = read_json(options.json) if options.only else {}
+    rows = before["rows"] if before.get("environment") == environment else {}
+    report = {"date": time.strftime("%Y-%m-%d"), "processor": describe_processor()}
     report |= {"environment": environment, "device": options.device, "rows": rows}
+    num_measured = 0
     with tempfile.TemporaryDirectory() as name:
         for row in build_rows(options, Path(name), num_gpus):
-            result = measure(row, Path(name), end_s)
-            if result is not None:
-                rows[row.name] = result
-            tool.write_report(options.json, report)
-    if num_gpus:
-        place = f"{num_gpus} x {environment['gpu']}, torch {environment['torch']}, {options.model}"
-        table = "".join(f"| {name} | {result} |\n" for name, result in rows.items())
-        table = f"| {place}, batch {options.batch_size} | result |\n|---|---|\n{table}"
+            found = measure(row, Path(name), end_s) if options.only in row.name else None
+            if found is not None:
+                judge(row, found, rows, environment.get("gpu", ""), options.crop)
+                print(f"{row.name}: {as_text(found)}", flush=True)
+                rows[row.name], num_measured = found, num_measured + 1
+                tool.write_report(options.json, report)
+    if num_gpus and num_measured:
+        place = f"{num_gpus} x {environment['gpu']}, torch {environment['torch']}"
+        table = "".join(f"| {name} | {as_text(found)} |\n" for name, found in rows.items())
+        table = f"| {place}, {options.model[0]}, batch {options.batch_size[0]} | result |\n|---|---|\n{table}"
         tool.replace_between(tool.ROOT / "docs" / "performance.md", BEGIN, END, table)
-    print(f"wrote {options.json}{' and the table in docs/performance.md' if num_gpus else ''}")
-    return rows
+    print(f"wrote {options.json}{' and the table in docs/performance.md' if num_gpus else ''}" * bool(num_measured))
+    return num_measured
 
 
 def main() -> None:
@@ -151,8 +306,13 @@ def main() -> None:
     parser = tool.build_parser(PROG, "[options]", __doc__, EXAMPLES)
     add = parser.add_argument
     add("--device", metavar="DEVICE", default="cuda", help="cuda, or cpu to try the command (default: cuda)")
-    add("--model", metavar="NAME", default="resnet50", help="the model (default: resnet50)")
-    add("--batch-size", metavar="N", type=tool.positive, default=256, help="images a process (default: 256)")
+    models = ["resnet50", "vit_b_16", "convnext_tiny"]
+    models_help = f"the models; all but the first in rows of their own alone (default: {' '.join(models)})"
+    add("--model", metavar="NAME", nargs="+", default=models, help=models_help)
+    batch_help = "images a process; all but the first in rows of the models alone (default: 256 64)"
+    add("--batch-size", metavar="N", type=tool.positive, nargs="+", default=[256, 64], help=batch_help)
+    add("--data-path", metavar="DIR", type=tool.as_path, help="class folders in train/ and val/: rows of real JPEGs")
+    add("--only", metavar="TEXT", default="", help="measure rows whose names contain TEXT, such as vit_b_16")
     add("--crop", metavar="PX", type=tool.positive, help="size of the images (default: 224, and the recipe's)")
     add("--steps", metavar="N", type=tool.positive, default=200, help="steps of the recipe (default: 200)")
     json_help = "the results (default: gpu-report.json)"
@@ -160,7 +320,7 @@ def main() -> None:
 
     def work() -> None:
         options = parser.parse_args()
-        options.device = find_device(options)
+        options.device = config.find_device(options)
         if not write_report(options):
             raise UserError("nothing could be measured")
 
