@@ -251,14 +251,6 @@ def explain_limit(error: BaseException) -> StorageError | None:
     return None if line is None else StorageError(line, exit_code=2)
 
 
-def check_locale() -> None:
-    """Refuse a locale in which Python would not find files of other names than English ones."""
-    if (encoding := sys.getfilesystemencoding()) != "utf-8":
-        raise UserError(
-            f"in this locale file names are {encoding}; expected UTF-8: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
-        )
-
-
 def note_refusal(exit_code: Any, error: BaseException) -> None:
     """Write a refusal to the file that the environment may name: another start would end so too.
 

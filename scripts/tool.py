@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from distributed.signals import open_closed_files
-from errors import ImageError, StorageError, UserError, check_locale, error_line, escaped, explain_limit, loader_killed
+from errors import ImageError, StorageError, UserError, error_line, escaped, explain_limit, loader_killed
 from files import explain_failure, make_folder, write_atomically
 from settings.options import BY_NAME, OneLineParser
 
@@ -201,7 +201,6 @@ def run(prog: str, work: Callable[[], int | None], when_interrupted: str) -> Non
     original = builtins.print  # a terminal obeys control characters, and names may hold them
     builtins.print = lambda *texts, **how: original(*map(escaped, texts), **how)
     try:
-        check_locale()
         exit_code, message = work() or 0, ""
         sys.stdout.flush()
     except KeyboardInterrupt:

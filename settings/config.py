@@ -14,18 +14,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from distributed.launch import Launch, read_launch
-from errors import (
-    UserError,
-    aligned,
-    check_locale,
-    counted,
-    did_you_mean,
-    end_by,
-    end_process,
-    in_one_line,
-    is_printable,
-    one_line,
-)
+from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
 from settings import options, other_scripts
 from settings.choices import LOGGERS, OPTIMIZERS, POLICIES, TABLES
 from settings.custom_code import hash_code, own_code, parse_kwargs
@@ -308,7 +297,6 @@ def read_command_line() -> Parsed:
     launch = Launch()
     try:
         launch = read_launch()
-        check_locale()
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if launch.rank else sys.stdout):
             args = parse_args()
             if args.list_recipes is not None:

@@ -673,7 +673,9 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the options)")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
-        """Parse all of `args`; refuse an unknown option."""
+        """Parse all of `args`; refuse an unknown option, and a locale in which names such as Käfer cannot be found."""
+        if (encoding := sys.getfilesystemencoding()) != "utf-8":
+            raise UserError(f"file names are {encoding} in this locale; set PYTHONUTF8=1 or LC_ALL=C.UTF-8")
         parsed, unknown = self.parse_known_args(args, namespace)
         if not unknown:
             return parsed
