@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -29,7 +28,7 @@ from models import gradients, optim
 from models.build import classifier_layers
 from models.freezing import ClassifierFirst, set_training_mode
 from models.gradients import ShardedStep
-from monitoring.console import first_lines, last_lines, log
+from monitoring.console import command, first_lines, last_lines, log
 from monitoring.gauges import Clock, Gauges
 from monitoring.loggers import build_loggers
 from monitoring.monitor import Monitor
@@ -199,7 +198,7 @@ class Run(Steps):
 
     def write_description(self) -> None:
         """Write status.json, run.json, and recipe.toml to repeat the run; UserError if that fails. Rank 0 only."""
-        record = {"command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
+        record = {"command": command(), "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
         record["processor"] = describe_processor()
         description = json.dumps({**record, "launch": read_launch().agent, **self.state.facts}, indent=2) + "\n"
         with explained(self.folder):

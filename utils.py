@@ -233,8 +233,8 @@ def reduce_across_processes(value: Any) -> torch.Tensor:
     dtype = torch.float64 if torch.as_tensor(value).is_floating_point() else torch.int64
     total = torch.as_tensor(value, dtype=dtype).detach().clone()
     if is_dist_avail_and_initialized():
-        dist.barrier()
-        dist.all_reduce(total)
+        dist.barrier(collectives.world_group())
+        dist.all_reduce(total, group=collectives.world_group())
     return total
 
 

@@ -34,6 +34,9 @@ class _Joined:
     rank, world_size = 0, 1
     store: dist.Store | None = None  # to tell the other ranks of this one's end, once
     group: dist.ProcessGroup | None = None  # all ranks over gloo, with PATIENCE_MIN as timeout
+    own: dist.ProcessGroup | None = None  # torch's default group, if this project has made it
+    shared: tuple = ()  # another's default group that was joined, and what `world` is made for
+    world: dist.ProcessGroup | None = None  # beside that: all ranks, for tensors of any device
 
 
 _joined = _Joined()
@@ -42,6 +45,11 @@ _joined = _Joined()
 def is_dist_avail_and_initialized() -> bool:
     """Tell whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def world_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks that carries CPU tensors and the device's; None for torch's default group."""
+    return _joined.world
 
 
 def get_world_size() -> int:
@@ -154,7 +162,8 @@ def read_rank(world_size: int, dist_url: str) -> Launch:
     if not launch.is_launched and world_size > 1:
         start = f"torchrun --nproc_per_node={world_size} train.py ..."
         raise UserError(f"--world-size {world_size}, but no launcher has set RANK; start with `{start}`")
-    if launch.is_launched and dist_url == "env://" and not launch.address.get("MASTER_ADDR"):
+    is_found = is_dist_avail_and_initialized() or launch.address.get("MASTER_ADDR")
+    if launch.is_launched and dist_url == "env://" and not is_found:
         raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
     return launch
 
@@ -212,7 +221,7 @@ def raise_file_limit(world_size: int) -> None:
 
 
 def join_processes(args: Any) -> None:
-    """Join the process group, or run alone.
+    """Join the process group, or run alone. One that is there already stays its owner's: `join_existing`.
 
     CPU tensors travel over gloo and CUDA tensors over nccl, so that bookkeeping never waits for a GPU.
     Collective: every rank must call it.
@@ -225,10 +234,13 @@ def join_processes(args: Any) -> None:
     if not args.distributed:
         return
     raise_file_limit(args.world_size)
+    timeout = datetime.timedelta(minutes=getattr(args, "dist_timeout", 30))
+    if dist.is_initialized():
+        join_existing(choose_backend(args.device), timeout)
+        return
     print(f"joining {counted(args.world_size, 'process')} at {args.dist_url}", flush=True)
     launch = read_launch(world_size=args.world_size)
     os.environ.update(launch.environment())
-    timeout = datetime.timedelta(minutes=getattr(args, "dist_timeout", 30))
     # A launcher's address wins; --dist-url is for starts without one.
     url = "env://" if "MASTER_ADDR" in launch.address else args.dist_url
     try:
@@ -245,8 +257,22 @@ def join_processes(args: Any) -> None:
     store.delete_key(f"end/{args.rank}")  # of an earlier attempt
     numbers = {"world_size": args.world_size, "rank": args.rank}
     dist.init_process_group(choose_backend(args.device), store=store, timeout=timeout, **numbers)
+    _joined.own, _joined.world = dist.group.WORLD, None
     _joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
     dist.barrier()
+
+
+def join_existing(backend: str, timeout: datetime.timedelta) -> None:
+    """Make groups beside the default one, whose backend may carry no CPU tensors. Collective: every rank must call it.
+
+    They are kept for the next run in these processes, and end with the default one.
+    """
+    shared = dist.group.WORLD, backend, timeout
+    if _joined.shared != shared:
+        print(f"joining {counted(get_world_size(), 'process')} of a process group that is there already", flush=True)
+        _joined.world = dist.new_group(backend=backend, timeout=timeout)
+        _joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
+        _joined.shared = shared
 
 
 def report_end(error: BaseException) -> BaseException:
@@ -293,10 +319,11 @@ def _exchange_ends(store: dist.Store, rank: int, world_size: int, ends: dict[int
 
 
 def shut_down() -> None:
-    """Leave the process group after the last collective. Collective: every rank must call it.
+    """Leave the process group, if it is our own, after the last collective. Collective: every rank must call it.
 
     Without the barrier some runs abort while they end: a rank tears down connections that another still uses.
     """
     if is_dist_avail_and_initialized():
         dist.barrier(group=_joined.group)
-        dist.destroy_process_group()
+        if _joined.own is dist.group.WORLD:
+            dist.destroy_process_group()

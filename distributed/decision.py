@@ -37,7 +37,8 @@ class StepDecisions:
             self._begun[0].wait()  # of the step before, whose result was not needed
         if collectives.get_world_size() > 1:
             integers = torch.tensor(self._as_integers(*vote))  # on the host: no device is waited for
-            self._begun = dist.all_reduce(integers, dist.ReduceOp.MAX, async_op=True), integers
+            group = collectives.world_group()
+            self._begun = dist.all_reduce(integers, dist.ReduceOp.MAX, group, async_op=True), integers
 
     def result(self, *vote: bool) -> Decision:
         """Return the decision begun last, or `CONTINUE`; a single process decides by its present vote. Collective."""

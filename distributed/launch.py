@@ -1,7 +1,8 @@
-"""This process as torchrun, mpirun, srun or variables set by hand describe it. No other module reads these."""
+"""This process as its process group, torchrun, mpirun, srun or variables describe it; no other module reads these."""
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -41,16 +42,19 @@ class Launch(NamedTuple):
 
 
 def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -> Launch:
-    """Read the launcher's environment variables.
+    """Read the launcher's environment variables; a process group that is there already has the last word.
 
     Args:
-        environ: the variables; by default those of this process.
+        environ: the variables; by default those of this process, and its process group.
         world_size: the number of processes where only RANK is set (`--world-size`).
 
     Raises:
         UserError: a variable is no number, or is missing.
     """
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        environ, dist = os.environ, sys.modules.get("torch.distributed")
+        if getattr(dist, "is_initialized", bool)():  # torch may be half imported, where a signal's handler calls this
+            environ = {**environ, "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     address = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
     mpi = next((names for names in _MPI if {*names} <= environ.keys()), None)
     is_mpi = "RANK" not in environ and mpi is not None and _read(environ, mpi[1], least=1) > 1

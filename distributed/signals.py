@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from distributed.launch import read_launch
@@ -41,18 +43,22 @@ class Signals:
         self._handlers = {}  # the handlers before `install`, by signal
 
     def install(self) -> None:
-        """Handle the signals from now on."""
-        for number in SIGNALS:
+        """Handle the signals from now on; outside the main thread, as of Ray's workers, they stay their owner's."""
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 self._handlers.setdefault(number, signal.signal(number, self._handle))
 
     def release(self) -> None:
         """Restore the handlers before `install`, and raise again a signal that has come."""
+        self.restore()
+        if self.number:
+            signal.raise_signal(self.number)
+
+    def restore(self) -> None:
+        """Restore the handlers before `install`."""
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._handlers = {}
-        if self.number:
-            signal.raise_signal(self.number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A terminal's Ctrl-C comes twice under torchrun: from the terminal and from the agent.
@@ -72,6 +78,18 @@ _signals: Signals | None = None  # of this process, or of the one that forked it
 def is_stop_asked() -> bool:
     """Tell whether a signal has asked this process, or the one that forked it, to stop."""
     return _signals is not None and _signals.is_asked[0] == 1
+
+
+@contextmanager
+def lent_signals() -> Iterator[None]:
+    """Handle signals for `main` only, in a process that the script did not begin, such as a notebook's."""
+    global _signals  # noqa: PLW0603
+    try:
+        yield
+    finally:
+        if began_s is None and _signals is not None:
+            _signals.restore()
+            _signals = None
 
 
 def begin_script() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed import collectives
 from randomness import FORWARD, UPDATE, seed_device
 from sampler import VirtualShards
 
@@ -27,15 +28,16 @@ def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     # With gradient accumulation a static graph fails at one of torch's own assertions.
     is_static = args.num_shards == args.world_size and args.compile is None
     return DistributedDataParallel(
-        model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=is_static, **no_buffers
-    )
+        model, device_ids=device_ids, process_group=collectives.world_group(), gradient_as_bucket_view=True,
+        static_graph=is_static, **no_buffers,
+    )  # fmt: skip
 
 
 def broadcast_from_master(tensors: Sequence[Tensor]) -> None:
     """Overwrite every rank's tensors with rank 0's. Collective: every rank must call it."""
     if dist.is_initialized():
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0)
+            dist.broadcast(tensor.detach(), src=0, group=collectives.world_group())
 
 
 class PairwiseGradientSum:
@@ -98,7 +100,7 @@ class PairwiseGradientSum:
             mean.set_result(flat if self.shards.num_shards == 1 else flat.div_(self.shards.num_shards))
             return mean
         if self.shards.world_size == 2:
-            work = dist.all_reduce(flat, async_op=True)
+            work = dist.all_reduce(flat, group=collectives.world_group(), async_op=True)
             return work.get_future().then(lambda done: done.value()[0].div_(self.shards.num_shards))
         exchange = _Exchange(flat, self.shards)
         if self._exchanges:
@@ -123,7 +125,8 @@ class _Exchange:
         rest = -flat.numel() % shards.world_size
         self.padded = nn.functional.pad(flat, (0, rest)) if rest else flat
         self.parts = torch.empty_like(self.padded)
-        self.work = dist.all_to_all_single(self.parts, self.padded, async_op=True)
+        self.group = collectives.world_group()
+        self.work = dist.all_to_all_single(self.parts, self.padded, group=self.group, async_op=True)
 
     def send_back(self) -> None:
         """Wait for this process's part, sum it, and begin to gather all parts."""
@@ -132,7 +135,7 @@ class _Exchange:
         for part in self.parts.chunk(self.shards.world_size):
             _push(sums, [part])
         mean = _fold(sums)[0].div_(self.shards.num_shards)
-        self.work = dist.all_gather_into_tensor(self.padded, mean, async_op=True)
+        self.work = dist.all_gather_into_tensor(self.padded, mean, group=self.group, async_op=True)
 
     def finish(self) -> None:
         """Wait for all parts, and fulfil the future `mean`."""

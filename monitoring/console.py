@@ -62,7 +62,7 @@ class LogFile:
     def open(self, folder: Path) -> None:
         """Write the kept text into a folder, and from now on each line as it comes."""
         when = time.strftime("%Y-%m-%d %H:%M:%S")
-        start = f"==== {when}, {socket.gethostname()}, process {os.getpid()}: {one_line(shlex.join(sys.argv))}"
+        start = f"==== {when}, {socket.gethostname()}, process {os.getpid()}: {one_line(shlex.join(command()))}"
         self._waiting = f"\n{start}\n".encode(errors="backslashreplace") + self._waiting
         self._folder = folder
         self.add("")
@@ -95,6 +95,11 @@ class LogFile:
 
 
 log = LogFile()
+
+
+def command() -> list[str]:
+    """Return the command line; without that of Ray's workers, which may hold a password, and of Jupyter's kernels."""
+    return ["train.py"] if sys.argv[0].endswith(("default_worker.py", "ipykernel_launcher.py")) else sys.argv
 
 
 def hash_line(hashes: dict[str, str]) -> str:
@@ -139,7 +144,7 @@ def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
     curves = f"curves    tensorboard --logdir {shlex.quote(str(folder))}"
     return [
         *([curves] if "tensorboard" in args.logger else []),
-        f"evaluate  python {shlex.join([sys.argv[0], *words])}",
+        f"evaluate  python {shlex.join([command()[0], *words])}",
         f"report    python -m scripts.report {shlex.quote(str(folder))}",
         f"predict   python -m scripts.predict {shlex.join([str(folder / f'{best}.pth'), 'IMAGES', *model])}",
     ]
