@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import resource
 import sys
 import threading
 import time
@@ -212,6 +211,8 @@ def raise_file_limit(world_size: int) -> None:
     gloo connects each process with each other one, in two groups, and all of them use rank 0's store: 36 open files on
     2 processes, 126 on 32.
     """
+    import resource  # not above: Windows, which lacks it, is told so later
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     hard = sys.maxsize if hard == resource.RLIM_INFINITY else hard
     if hard < (least := 3 * world_size + 20):
