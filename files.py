@@ -262,11 +262,20 @@ def explain_failure(error: BaseException, folder: Path, num_bytes: int) -> str |
     return f"{reason} ({space})" if error.errno in _TROUBLES else f"{reason} in {folder}"
 
 
+def is_running(pid: int) -> bool:
+    """Tell whether this machine has a process of that number."""
+    try:
+        os.kill(pid, 0)  # macOS has no /proc
+    except (OSError, OverflowError) as error:
+        return isinstance(error, PermissionError)  # another user's
+    return True
+
+
 def own_temporary_folder(name: str) -> str:
     """Return a new temporary folder of this process; remove those of processes that are gone."""
     for old in Path(tempfile.gettempdir()).glob(f"{name}-*-*"):
         pid = old.name.split("-")[-2]
-        if pid.isdecimal() and not Path("/proc", pid).exists() and old.lstat().st_uid == os.getuid():
+        if pid.isdecimal() and old.lstat().st_uid == os.getuid() and not is_running(int(pid)):
             shutil.rmtree(old, ignore_errors=True)
     return tempfile.mkdtemp(prefix=f"{name}-{os.getpid()}-")
 

@@ -142,7 +142,7 @@ def _top(
     Probabilities add up to 1, or with several labels an image are of each class by itself.
     """
     with torch.no_grad():
-        logits = model(images).double().cpu()
+        logits = model(images).cpu().double()  # Apple's GPUs have no float64
     if not logits.isfinite().all():
         raise UserError(f"the scores of {options.checkpoint} are not finite: its weights are broken", exit_code=5)
     # Of equal logits the first class is better, as for argmax.

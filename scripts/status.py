@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError, aligned, duration
-from files import read_json
+from files import is_running, read_json
 from monitoring.monitor import OF_TRAINING, read_records
 from scripts.tool import as_json, as_path, build_parser, positive, run
 
@@ -56,11 +56,7 @@ def process_of(status: dict[str, Any]) -> str:
     where = f"process {pid} on {host}"
     if host != socket.gethostname() or type(pid) is not int:
         return where
-    try:
-        os.kill(pid, 0)
-    except (OSError, OverflowError) as error:
-        return f"{where} is there" if isinstance(error, PermissionError) else f"{where} is gone"
-    return f"{where} is there"
+    return f"{where} is {'there' if is_running(pid) else 'gone'}"
 
 
 def newest_result(folder: Path) -> str:
