@@ -56,8 +56,9 @@ class EventFile:
         self._folder, self._shown = folder, set()
         earlier = own_files(folder, EVENT_FILES)
         path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._buffered = open(path, "xb")  # noqa: SIM115
+        self._file = RecordWriter(self._buffered)
         try:
-            self._file = RecordWriter(open(path, "xb"))  # noqa: SIM115
             self._add(file_version="brain.Event:2")
             # Makes a running TensorBoard forget the earlier files.
             self._add(session_log=SessionLog(status=SessionLog.START))
@@ -68,8 +69,13 @@ class EventFile:
             for old in earlier:
                 old.unlink()
         except BaseException:
+            self._drop()
             path.unlink(missing_ok=True)
             raise
+
+    def _drop(self) -> None:
+        """Close the file without what could not be written: Python 3.13 would try once more, and print a traceback."""
+        self._buffered.raw.close()
 
     def _add(self, step: int = 0, time_s: float | None = None, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -83,9 +89,13 @@ class EventFile:
 
         if points := curves(record):
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
-            self._add(record["step"], record["time"], summary=Summary(value=values))
-            self._add_pictures()
-            self._file.flush()
+            try:
+                self._add(record["step"], record["time"], summary=Summary(value=values))
+                self._add_pictures()
+                self._file.flush()
+            except OSError:
+                self._drop()
+                raise
 
     def _add_pictures(self) -> None:
         """Add the run's pictures that are new: of the first batch, and of the surest mistakes."""
@@ -104,5 +114,8 @@ class EventFile:
 
     def close(self) -> None:
         """Add the last pictures, and close the file."""
-        self._add_pictures()
-        self._file.close()
+        try:
+            self._add_pictures()
+            self._file.close()
+        finally:
+            self._drop()
