@@ -418,6 +418,8 @@ def build_train_sampler(dataset: Dataset | None, args: Assigned) -> TrainSampler
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     shards.check(needs_same_bits=False)
     repetitions = args.ra_reps if args.ra_sampler else 1
+    if args.ra_sampler and args.num_shards == 1:
+        print("--ra-sampler repeats images within the one micro-batch of a step; torchvision ignores it on one process")
     labels = torch.from_numpy(labels_of(dataset.index)) if args.balanced_sampler else None
     sampler = TrainSampler(len(dataset), shards, args.seed, repetitions, labels)
     print(f"{shards.arithmetic}; {counted(sampler.steps_per_epoch, 'step')} per epoch")

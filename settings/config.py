@@ -434,7 +434,7 @@ def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
 
     launch = collectives.read_rank(args.world_size, args.dist_url)
     device, cores = find_device(args), collectives.count_cores()
-    if args.sync_bn and device.startswith("cpu"):
+    if args.sync_bn and launch.is_launched and device.startswith("cpu"):  # alone there is nothing to synchronise
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
     place = f"{counted(cores, 'core')}, {counted(launch.num_local, 'process')} on this node, at most 16"
     if launch.cores:

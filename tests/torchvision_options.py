@@ -1,0 +1,362 @@
+"""Record what torchvision's train.py and ours do with each option: `python -m tests.torchvision_options`.
+
+With TORCHVISION_REFERENCES naming torchvision's folder, this runs each command of torchvision_options.json with both
+scripts, and writes there what it did: `there`, and `here` where that differs. A new command is a row with no `there`.
+Numbers can be compared although the scripts draw apart: training images have one colour each, so that no crop and no
+flip changes them, an epoch is one step unless the command says otherwise, and the first weights follow from a formula.
+Where a command draws all the same, `draws` names the test of our draws, and what depends on them is not compared.
+
+torchvision's script needs a GPU for each of several processes. To run here, it joins by gloo, and
+`torch.cuda.set_device`, DDP's `device_ids` and `torch.tensor(device="cuda")` are replaced by their likes for the CPU.
+Each of its processes prints here, since it prints the mean loss of a process's own images.
+"""
+
+import argparse
+import builtins
+import contextlib
+import importlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+import torchvision
+from PIL import Image
+from torch import nn
+from torch.distributed import PrefixStore, TCPStore
+from torchvision.models._api import Weights, WeightsEnum, register_model
+from torchvision.models._utils import _ovewrite_value_param
+from torchvision.transforms._presets import ImageClassification
+
+from errors import UserError
+from tests.ranks import REPOSITORY, run_ranks, torchrun_environment
+
+PATH = Path(__file__).with_suffix(".json")
+TABLE = json.loads(PATH.read_text())
+
+# A command of the table is on so many processes, and has words after these, whose options they replace; ` ; ` begins
+# another one after it. LOADED is a checkpoint of the first one whose `args` torch is allowed to load.
+BASE = (
+    "--data-path WORK/images --model small --device cpu --epochs 2 --workers 0 --train-crop-size 32 --val-crop-size 32 "
+    "--val-resize-size 36 --print-freq 1 --backend PIL --output-dir OUT --batch-size"
+)
+NUM_IMAGES = 16
+COLOURS = [tuple((index * factor + 31) % 256 for factor in (37, 59, 101)) for index in range(256)]
+
+
+# The images and the model.
+
+
+def write_images(folder):
+    """Write sets of six or seven classes: training images of one colour each, validation images of stripes."""
+    for name, num_train, num_val in [("images", NUM_IMAGES, 8), ("odd", NUM_IMAGES, 9), ("many", 256, 8)]:
+        for split, number in [("train", num_train), ("val", num_val)]:
+            for index in range(number):
+                directory = folder / name / split / f"class{index % 6}"
+                directory.mkdir(parents=True, exist_ok=True)
+                image = Image.new("RGB", (40, 32), COLOURS[index])
+                for left in range(0, 40 if split == "val" else 0, 7 + index % 4):
+                    image.paste(COLOURS[index][::-1], (left, left // 3, left + 3, 32))
+                image.save(directory / f"image{index:03d}.png")
+    shutil.copytree(folder / "images", folder / "seven")
+    for split in ("train", "val"):
+        shutil.copytree(folder / "seven" / split / "class1", folder / "seven" / split / "class6")
+
+
+MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+SEEN = []  # (is it training, side, type of the scores, colour of each image) of each batch
+
+
+class Small(nn.Module):
+    """A classifier of each channel's mean and edges, and of the side, with parameters of all names that count."""
+
+    def __init__(self, num_classes, norm):
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(7, 8), norm(8), nn.Linear(8, num_classes)
+        for name in ("class_token", "position_embedding", "relative_position_bias_table"):
+            self.register_parameter(name, nn.Parameter(torch.empty(8)))
+        for number, parameter in enumerate(self.parameters()):
+            values = torch.sin(torch.arange(parameter.numel()) * 1.7 + number) * 0.5
+            parameter.data = values.view(parameter.shape)
+
+    def forward(self, image):
+        mean = image.mean((2, 3))
+        edges = 5 * image.diff(dim=3).abs().mean((2, 3))  # which interpolations draw with other strengths
+        side = torch.full_like(mean[:, :1], image.shape[-1] / 32)
+        hidden = self.norm(self.fc1(torch.cat([mean, edges, side], 1))).tanh()
+        scores = self.fc2(hidden + self.class_token * self.position_embedding + self.relative_position_bias_table)
+        if not image.is_meta:  # as where the model is tried
+            colours = ((mean * STD + MEAN) * 255).round().tolist()
+            SEEN.append((self.training, image.shape[-1], str(scores.dtype), colours))
+        return scores
+
+
+class Small_Weights(WeightsEnum):  # noqa: N801
+    """Weights as torchvision publishes them, of six classes."""
+
+    V1 = Weights(
+        url="https://download.pytorch.org/models/small.pth",
+        transforms=partial(ImageClassification, crop_size=24, resize_size=40),
+        meta={"categories": list("abcdef")},
+    )
+
+    def get_state_dict(self, *args, **options):
+        return {name: value.cos() for name, value in Small(6, nn.LayerNorm).state_dict().items()}
+
+
+def small(*, weights: Small_Weights | None = None, num_classes: int = 6):
+    """Build a model as torchvision's functions do."""
+    weights = Small_Weights.verify(weights)
+    if weights is not None:
+        num_classes = _ovewrite_value_param("num_classes", num_classes, len(weights.meta["categories"]))
+    model = Small(num_classes, nn.LayerNorm)
+    if weights is not None:
+        model.load_state_dict(weights.get_state_dict())
+    return model
+
+
+def small_bn(*, weights: Small_Weights | None = None, num_classes: int = 6):
+    return Small(num_classes, nn.BatchNorm1d)
+
+
+def register_models():
+    """Let the models and the weights be torchvision's."""
+    torchvision.models.Small_Weights = Small_Weights
+    for function in (small, small_bn):
+        function.__module__ = "torchvision.models.small"
+        register_model()(function)
+
+
+# One command, in one process.
+
+
+def import_torchvision(folder, store):
+    """Return torchvision's script, made to run on a CPU; ours has the same modules' names."""
+    sys.path.insert(0, str(folder))
+    for name in ("presets", "sampler", "train", "transforms", "utils"):
+        sys.modules.pop(name, None)
+    tensor, init, ddp = torch.tensor, torch.distributed.init_process_group, nn.parallel.DistributedDataParallel
+
+    def join(backend, init_method, **numbers):
+        own = {"store": PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)}
+        init("gloo", **(own if init_method == "env://" else {"init_method": init_method}), **numbers)
+
+    torch.distributed.init_process_group = join
+    torch.cuda.set_device = lambda device: None
+    nn.parallel.DistributedDataParallel = lambda model, device_ids: ddp(model)
+    torch.tensor = lambda *args, **options: tensor(*args, **{k: v for k, v in options.items() if v != "cuda"})
+    importlib.import_module("utils").setup_for_distributed = lambda is_master: None
+    return importlib.import_module("train")
+
+
+TRAINING = re.compile(r"Epoch: \[(\d+)\]  \[ *(\d+/\d+)\] .* lr: (\S+) .* loss: \S+ \((\S+)\)  acc1: \S+ \((\S+)\)")
+RESULT = re.compile(r"Test: *(\w*) Acc@1 (\S+) Acc@5 (\S+)(?: loss (\S+) n=\d+)?$")
+
+
+def read_printed(printed):
+    """Return each epoch's lines, last rate, loss and accuracy, and the evaluations, in what a script prints."""
+    epochs, evaluations, loss = {}, [], None
+    for line in printed.splitlines():
+        if found := TRAINING.match(line):
+            lines = epochs.get(found[1], {"lines": []})["lines"] + [found[2]]
+            epochs[found[1]] = {"lines": lines, "lr": float(found[3]), "loss": float(found[4]), "acc1": float(found[5])}
+        elif found := re.match(r"Test: .*\[0/(\d+)\] .* loss: \S+ \((\S+)\)", line):
+            loss = float(found[2]) if found[1] == "1" else None  # torchvision shows no other than the first batch's
+        elif found := RESULT.match(line):
+            evaluations.append([found[1], float(found[4]) if found[4] else loss, float(found[2]), float(found[3])])
+    return {"epochs": epochs, "evaluations": evaluations}
+
+
+def sums(state):
+    """Return the sum of a state's numbers, and their norm."""
+    values = torch.cat([value.double().flatten() for value in state.values() if value.is_floating_point()])
+    return [round(float(values.sum()), 4), round(float(values.norm()), 4)]
+
+
+def read_checkpoint(folder):
+    """Return what the last checkpoint holds."""
+    path = Path(folder or "nowhere") / "checkpoint.pth"
+    if not path.exists():
+        return {}
+    checkpoint = torch.load(path, map_location="cpu", weights_only=False)
+    result = {"saved": checkpoint["epoch"], "weights": sums(checkpoint["model"])}
+    if "model_ema" in checkpoint:
+        result["updates"] = int(checkpoint["model_ema"].pop("n_averaged"))
+        result["average"] = sums(checkpoint["model_ema"])
+    return result
+
+
+def run_command(main, parse, refusals, words):
+    """Run a command, and return what came of it in this process."""
+    SEEN.clear()
+    printed, original = io.StringIO(), builtins.print
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            args = parse(words)
+            main(args)
+            is_deterministic = torch.are_deterministic_algorithms_enabled()
+        except (refusals, SystemExit) as error:
+            return {"refused": printed.getvalue().splitlines()[-1] if isinstance(error, SystemExit) else str(error)}
+        finally:  # as where the process ends
+            if console := sys.modules.get("monitoring.console"):
+                console.log.close()
+            builtins.print = original
+            torch.use_deterministic_algorithms(False)
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    trained, evaluated = (
+        [tuple(colour) for batch in SEEN if batch[0] is kind for colour in batch[3]] for kind in (True, False)
+    )
+    return {
+        **read_printed(printed.getvalue()),
+        "sides": sorted({f"{'train' if is_training else 'val'} {side}" for is_training, side, _, _ in SEEN}),
+        "types": sorted({kind for _, _, kind, _ in SEEN}),
+        "trained": len(trained),
+        "evaluated": len(evaluated),
+        "different": trained,
+        "altered": not {*trained} <= {*COLOURS},  # as erasing, mixing and policies do
+        "deterministic": is_deterministic,
+        **read_checkpoint(args.output_dir),
+        "cached": len([*Path(os.environ["HOME"], ".torch").rglob("*.pt")]),
+    }
+
+
+def run_row(run, name, out, work):
+    """Run the commands of a row one after the other, and return what came of each."""
+    places = {"WORK": str(work), "OUT": str(out), "LOADED": f"{out}/checkpoint.pth"}
+    places["PORT"] = os.environ.get("MASTER_PORT", "")
+    results = []
+    for words in name[3:].split(" ; "):
+        # Processes meet as restarted by torchrun: at its store, each time under another name.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1)
+        line = f"{BASE} {NUM_IMAGES // int(name[0])} {words}"
+        line = re.sub("|".join(places), lambda found: places[found[0]], line)
+        with torch.serialization.safe_globals([argparse.Namespace] if "LOADED" in words else []):
+            result = run(line.split())
+        if "refused" in result:
+            text = result["refused"].replace(str(out), "OUT").replace(str(work), "WORK")
+            result["refused"] = " ".join(text.split())[:90]
+        results.append(result)
+    shutil.rmtree(Path(os.environ["HOME"], ".torch"), ignore_errors=True)
+    return results
+
+
+def main(folder, work, processes):
+    """Run the rows for two processes in this one of them, or half of those for one; write what came of each."""
+    part = int(os.environ.get("RANK", os.environ.get("PART")))
+    os.environ["HOME"] = str(work / f"home-{processes}-{part}")
+    warnings.simplefilter("ignore")
+    register_models()
+    store = None
+    if processes == 2:
+        port = int(os.environ["MASTER_PORT"])
+        store = TCPStore("127.0.0.1", port, is_master=part == 0, wait_for_workers=False)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if folder == REPOSITORY:
+        script, parse = importlib.import_module("train"), importlib.import_module("settings.config").parse_args
+    else:
+        script = import_torchvision(folder, store)
+        parse = script.get_args_parser().parse_args
+    run = partial(run_command, script.main, parse, UserError if folder == REPOSITORY else Exception)
+    names = [name for name in TABLE["commands"] if name[0] == str(processes)]
+    for_me = names if processes == 2 else names[part::2]
+    results = {name: run_row(run, name, work / f"out-{names.index(name)}-{processes}", work) for name in for_me}
+    (work / f"result-{processes}-{part}.json").write_text(json.dumps(results))
+    if processes == 2 and part == 1:
+        store.set("done", "")
+    elif processes == 2:  # whose server this process has
+        store.wait(["done"])
+
+
+# All commands, on all processes.
+
+
+def as_one(rank, world_size, port):
+    """Tell two processes nothing of each other; they share the rows for one."""
+    return {"PART": str(rank)}
+
+
+def run_all(folder, work, processes=(1, 2)):
+    """Run the commands with a folder's script, and return what came of each."""
+    write_images(work)
+    for number in processes:
+        launcher = as_one if number == 1 else torchrun_environment
+        run_ranks(main, 2, folder, work, number, log_folder=work, launcher=launcher, timeout_s=180).check()
+    parts = [json.loads(path.read_text()) for path in sorted(work.glob("result-*.json"))]
+    names = [name for name in TABLE["commands"] if int(name[0]) in processes]
+    return {name: list(map(joined, *(part[name] for part in parts if name in part))) for name in names}
+
+
+def joined(run, *others):
+    """Return what one process did, or two: the images of both, and the mean of their losses where both print them."""
+    for other in others:
+        for key in {"trained", "evaluated", "different"} & run.keys():
+            run[key] += other[key]
+        for epoch, values in other.get("epochs", {}).items():
+            for key in ("loss", "acc1"):
+                run["epochs"][epoch][key] = round((run["epochs"][epoch][key] + values[key]) / 2, 5)
+        for own, values in zip(run.get("evaluations", ()), other.get("evaluations", ()), strict=False):
+            own[1] = own[1] and round((own[1] + values[1]) / 2, 5)
+    return run | ({"different": len({*map(tuple, run["different"])})} if "different" in run else {})
+
+
+def is_same(ours, theirs, name, drawn=()):
+    """Tell whether two values are the same, but for what is drawn or not shown there, and the digits that are shown."""
+    if name in drawn or theirs is None:
+        return True
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(is_same(ours[key], theirs[key], key, drawn) for key in ours)
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(is_same(*pair, name) for pair in zip(ours, theirs, strict=True))
+    if not isinstance(ours, float) or not isinstance(theirs, float):
+        return ours == theirs
+    # Losses have four digits, and ours of an evaluation three. Kernels of other processors differ in the seventh.
+    tolerance = {"lr": 1e-6, "evaluations": 1.1e-3}.get(name, 2e-4)
+    return math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=tolerance)
+
+
+def differences(ours, theirs, row):
+    """Return for each run of a row what differs in ours, and {} for two refusals."""
+    drawn = ("evaluations", "different", "weights", "average", "loss", "acc1") if "draws" in row else ()
+    found = []
+    for run, other in zip(ours, theirs, strict=True):
+        if "refused" in run or "refused" in other:
+            found.append(run if run.keys() != other.keys() else {})
+        else:
+            names = [name for name in other | run if not is_same(run.get(name), other.get(name, ""), name, drawn)]
+            found.append({name: run.get(name) for name in names})
+    return found
+
+
+def read_options(folder):
+    """Return all flags of the parser of a folder's script."""
+    code = "import train; print(*[f for a in train.get_args_parser(add_help=False)._actions for f in a.option_strings])"
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, stdout=-1, text=True, check=True).stdout.split()
+
+
+def record():
+    """Write the table anew."""
+    folder = Path(os.environ["TORCHVISION_REFERENCES"])
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        there, here = run_all(folder, Path(one)), run_all(REPOSITORY, Path(other))
+    lines = []
+    for name, row in TABLE["commands"].items():
+        row = {key: row[key] for key in ("draws", "stated") if key in row} | {"there": there[name]}
+        if any(different := differences(here[name], there[name], row)):
+            row["here"] = different
+        lines.append(f"{json.dumps(name)}: {json.dumps(row)}")
+    options = json.dumps(read_options(folder))
+    PATH.write_text(f'{{"options": {options},\n"commands": {{\n' + ",\n".join(lines) + "\n}}\n")
+
+
+if __name__ == "__main__":
+    importlib.import_module("tests.torchvision_options").record()
