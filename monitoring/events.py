@@ -93,7 +93,7 @@ class EventFile:
                 self._add(record["step"], record["time"], summary=Summary(value=values))
                 self._add_pictures()
                 self._file.flush()
-            except OSError:
+            except BaseException:
                 self._drop()
                 raise
 

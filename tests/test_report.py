@@ -253,7 +253,8 @@ def test_numbers_and_names_that_cannot_be_drawn_are_left_out_or_cut(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert write_report([run]).stat().st_size < 2e6
     (run / "run.json").write_text('{"a":' * 900 + "1" + "}" * 900)
-    assert "nested" in refused(run_ranks(tool_rank, 1, "report", [run], log_folder=tmp_path), "report")
+    done = run_ranks(tool_rank, 1, "report", [run], log_folder=tmp_path)
+    assert done.codes == [0] or "nested" in refused(done, "report")  # how deep is too deep depends on Python
 
 
 def test_damaged_lines_and_odd_files_are_passed_over(tmp_path):
