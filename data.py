@@ -348,6 +348,8 @@ def start_loading(args: Resolved) -> Loading:
     check_workers(args.workers)
     start = time.perf_counter()
     dataset, dataset_test = sets = build_datasets(*config.split_dirs(args), args)
+    if found := config.fast_decoder(args):
+        print(f"JPEGs are decoded by TorchCodec {found}, to the same pixels as by Pillow")
     if dataset is not None:
         print(
             f"{len(dataset)} training and {len(dataset_test)} validation images of "

@@ -169,6 +169,8 @@ def loader_killed(cause: str) -> UserError:
     advice = "most likely it ran out of memory: use fewer --workers, or check the system's log"
     if "Bus error" in cause:
         advice = "most likely shared memory is full: enlarge it, or use fewer --workers"
+    if "Segmentation fault" in cause or "Aborted" in cause:
+        advice = "a decoder crashed: remove that image, or give --backend pil"
     message = f"a loader process was killed ({cause.strip()}); {advice}"
     return UserError(message, exit_code=1, is_of_one_rank=True)
 

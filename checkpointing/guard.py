@@ -20,6 +20,7 @@ from distributed import collectives
 from errors import UserError, one_line
 from settings import __version__
 from settings.choices import SCHEDULES, TABLES
+from settings.config import fast_decoder
 from settings.options import BY_NAME, FREE, SILENT, is_filled_in, is_same_model, parse_allowed
 
 # Set by the script, not by the user.
@@ -49,6 +50,8 @@ def describe_environment(args: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world_size": args.world_size,
     }
+    if codec := fast_decoder(args):
+        found["decoder"] = f"torchcodec {codec}, {found['decoder']}"
     with suppress(PackageNotFoundError):
         found["timm"] = version("timm")  # without its import, which takes seconds
     kind = torch.device(args.device or "cpu").type

@@ -147,8 +147,11 @@ def start_worker(worker: int) -> None:
 
     torchrun and terminals signal the whole process group, and the loss of a loader process would end the run before it
     could save. On SIGUSR2, from the stall watchdog, it prints its Python stacks. Off Linux it ends at any SIGTERM.
+    Decoders in C write about images without naming them: only Python still reaches standard error.
     """
-    faulthandler.register(signal.SIGUSR2, file=2)
+    sys.stderr = open(os.dup(2), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import mmap
+import os
 import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
 from distributed.collectives import count_cores
 from distributed.signals import start_worker
 from errors import StorageError, UserError
+from loading.decode import use_torchcodec
 
 # Batches that each worker loads ahead; slots beyond those that workers fill: one for the batch in use, and one more.
 _PREFETCH_FACTOR, _SPARE_SLOTS = 2, 2
@@ -93,19 +95,33 @@ def batches_of(sampler: Any) -> Iterable[list[int]]:
 class _TaskDataset(Dataset):
     """The data set of a worker process, whose keys are tasks: it loads a batch at a time, into its slot, if any."""
 
-    def __init__(self, sets: list[Dataset], slots: list[Tensor]) -> None:
+    def __init__(self, sets: list[Dataset], slots: list[Tensor], num_workers: int) -> None:
         self.sets, self.slots = sets, slots
+        # What each worker loads: its pid, the set's number, the image's.
+        self.loading = numpy.frombuffer(mmap.mmap(-1, 24 * max(num_workers, 1)), numpy.int64).reshape(-1, 3)
 
     def __getitems__(self, task: tuple[int, int | None, list[int], list[int]]) -> tuple:
         """Return a batch; for one in a slot, the slot's number, the images' shape, and the classes."""
         set_number, slot, keys, following = task
         if (source := getattr(self.sets[set_number], "index", None)) is not None:
             source.expect([*keys, *following])
-        samples = [self.sets[set_number].load(key) for key in keys]
+        samples = [self._load(set_number, key) for key in keys]
         if slot is None:
             return collate(samples)
         image, labels = collate(samples, self.slots[slot])
         return slot, image.permute(0, 2, 3, 1).shape, labels.tolist()
+
+    def _load(self, set_number: int, key: Any) -> tuple[Tensor, Any]:
+        """Load a sample, and let the parent know which, in case a decoder ends this process."""
+        if (worker := get_worker_info()) is not None:
+            self.loading[worker.id] = os.getpid(), set_number, key
+        return self.sets[set_number].load(key)
+
+
+def start_loader(worker: int) -> None:
+    """Prepare a loader process, as `start_worker`; it may decode by TorchCodec."""
+    start_worker(worker)
+    use_torchcodec()
 
 
 class BatchLoader:
@@ -145,7 +161,7 @@ class BatchLoader:
         self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)) if num_slots else []
         self._sets, self._set_number, self._tasks = [dataset], 0, _Tasks(num_slots, num_workers)
         self.loader = DataLoader(
-            _TaskDataset(self._sets, self.slots),
+            _TaskDataset(self._sets, self.slots, num_workers),
             batch_sampler=self._tasks,
             num_workers=num_workers,
             prefetch_factor=_PREFETCH_FACTOR if num_workers else None,
@@ -153,7 +169,7 @@ class BatchLoader:
             # Forked processes end with their parent, however it ends; a fork server and its children would stay.
             multiprocessing_context="fork" if num_workers else None,
             collate_fn=tuple,  # a batch is one already
-            worker_init_fn=start_worker,
+            worker_init_fn=start_loader,
         )
 
     def sharing_workers(self, dataset: Dataset) -> "BatchLoader":
@@ -212,10 +228,21 @@ class BatchLoader:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _batches(self, loaded: Iterator[tuple], number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in loaded:
+        while (batch := self._next(loaded)) is not None:
             assert number == self._tasks.number or not self.slots
             if self.slots:
                 slot, shape, labels = batch
                 batch = _view(self.slots[slot], shape).permute(0, 3, 1, 2), torch.tensor(labels)
             image, target = batch
             yield image.pin_memory() if self.pin_memory else image, target
+
+    def _next(self, loaded: Iterator[tuple]) -> tuple | None:
+        """Return the next batch, or None after the last; if a worker was killed, the error names its image."""
+        try:
+            return next(loaded, None)
+        except RuntimeError as error:
+            for pid, set_number, number in self.loader.dataset.loading.tolist():
+                if f"(pid {pid})" in str(error):
+                    name = self._sets[set_number].index.name(number)
+                    raise RuntimeError(f"{error} It was loading {name}.") from error
+            raise

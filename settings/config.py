@@ -1,6 +1,8 @@
 """Resolve the options of command line, recipe, machine and checkpoint; read and write recipes."""
 
 import argparse
+import functools
+import importlib
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout, suppress
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -191,6 +194,26 @@ class Resolved(Parsed):
 
 class Assigned(Resolved):
     """The global batch and its micro-batches too, a resumed run's or this one's: nothing changes any more."""
+
+
+# Versions of TorchCodec and Pillow that decode JPEGs to the same bits: tests/test_decode.py compares them.
+PROVEN_DECODERS = {("0.17", "13.0")}
+
+
+@functools.cache
+def find_torchcodec() -> str:
+    """Return the version of TorchCodec, if it and Pillow are installed in a pair of `PROVEN_DECODERS`; else nothing."""
+    try:
+        found = version("torchcodec"), version("pillow")
+        importlib.import_module("torchcodec.decoders")
+    except Exception:  # it is missing, or was built for another torch
+        return ""
+    return found[0] if tuple(each.rpartition(".")[0] for each in found) in PROVEN_DECODERS else ""
+
+
+def fast_decoder(args: Any) -> str:
+    """Return `find_torchcodec` where loader processes use it: for Pillow's pixels resized by our own way."""
+    return find_torchcodec() if getattr(args, "workers", 0) and args.backend is None else ""
 
 
 def find_recipe(name: str) -> Path:

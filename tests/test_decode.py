@@ -17,10 +17,18 @@ from torchvision.transforms import InterpolationMode
 
 from errors import BadImageError
 from loading import decode
-from loading.decode import ImageFile, read_frame, shorten
+from loading.decode import Decoding, ImageFile, read_frame, shorten
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from tests.images import FILES, encoded, picture
 from tests.ranks import REPOSITORY
+
+
+@pytest.fixture(autouse=True, params=["pillow", "torchcodec"])
+def decoder(request, monkeypatch):
+    """Have this process decode as the main one does, and as loader processes do where TorchCodec is installed."""
+    if request.param == "torchcodec":
+        monkeypatch.setattr(decode, "_jpeg_decoder", pytest.importorskip("torchcodec.decoders").decode_jpeg)
+    return request.param
 
 
 def plain(payload):
@@ -40,6 +48,19 @@ def test_a_box_has_exactly_pillows_pixels(kind):
         left = int(torch.randint(columns - width + 1, (), generator=generator))
         found = ImageFile(payload).decode(top, left, height, width)
         assert torch.equal(found, whole[:, top : top + height, left : left + width])
+
+
+def test_torchcodec_decodes_what_is_a_usual_jpeg(monkeypatch):
+    modes = []
+    codec = pytest.importorskip("torchcodec.decoders")
+    monkeypatch.setattr(
+        decode, "_jpeg_decoder", lambda data, mode: modes.append(mode) or codec.decode_jpeg(data, mode=mode)
+    )
+    for payload in FILES.values():
+        ImageFile(payload).decode(0, 0, 1, 1)
+    ImageFile(FILES["grey"], Decoding("L")).decode(0, 0, 1, 1)
+    usual = "4:2:0", "4:4:4", "4:2:2", "odd size", "progressive", "restart markers", "restart blocks", "EXIF"
+    assert modes == ["RGB"] * len([*usual, "comment", "one row", "MPO"]) + ["GRAY"]
 
 
 def test_a_jpeg_is_decoded_no_further_than_the_box():
