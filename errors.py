@@ -167,10 +167,10 @@ def in_one_line(begin: str) -> Iterator[None]:
 def loader_killed(cause: str) -> UserError:
     """Return the error of a loader process that was killed, with the likely cause."""
     advice = "most likely it ran out of memory: use fewer --workers, or check the system's log"
+    if "was loading" in cause:
+        advice += "; if it happens again with this image, remove it"
     if "Bus error" in cause:
         advice = "most likely shared memory is full: enlarge it, or use fewer --workers"
-    if "Segmentation fault" in cause or "Aborted" in cause:
-        advice = "a decoder crashed: remove that image, or give --backend pil"
     message = f"a loader process was killed ({cause.strip()}); {advice}"
     return UserError(message, exit_code=1, is_of_one_rank=True)
 

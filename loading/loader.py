@@ -5,6 +5,7 @@ import itertools
 import math
 import mmap
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -242,7 +243,7 @@ class BatchLoader:
             return next(loaded, None)
         except RuntimeError as error:
             for pid, set_number, number in self.loader.dataset.loading.tolist():
-                if f"(pid {pid})" in str(error):
+                if re.search(rf"worker \(pid.*\b{pid}\b", str(error)) and hasattr(self._sets[set_number], "index"):
                     name = self._sets[set_number].index.name(number)
                     raise RuntimeError(f"{error} It was loading {name}.") from error
             raise

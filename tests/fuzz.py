@@ -46,7 +46,7 @@ from checkpointing.store import CheckpointManager
 from checkpointing.weights import load_weights
 from distributed import collectives
 from distributed.launch import read_launch
-from loading import forms, index
+from loading import decode, forms, index
 from models import optim
 from models.build import load_matching
 from models.ema import build_ema
@@ -368,16 +368,29 @@ def case_tar(bench: Bench, folder: Path, rng: random.Random) -> None:
 
 
 def case_image(bench: Bench, folder: Path, rng: random.Random) -> None:
-    """An image is none, or claims to be another: a sample of the right shape, or an error that names it."""
+    """An image is none, or claims to be another: a sample of the right shape, or an error that names it.
+
+    The same by TorchCodec, where it is installed, as by Pillow.
+    """
     root = folder / "images"
     shutil.copytree(bench.images, root, symlinks=True)
     victim = sorted((root / "train").rglob("*.jpg"))[0]
     victim.write_bytes(scramble(rng.choice(bench.image_files), rng, head=rng.choice([30, 300, None])))
     args = bench.args(*rng.choice([[], ["--backend", "pil"]]))
     dataset, _ = bench.build_datasets(root, args)
-    image = dataset.load(sampler.SampleKey(0, 0, 0))[0]
-    assert image.shape[0] == 3
-    assert image.dtype == torch.uint8
+    found = []
+    for prepare in (lambda: None, decode.use_torchcodec):
+        prepare()
+        try:
+            found.append(dataset.load(sampler.SampleKey(0, 0, 0))[0])
+        except errors.ImageError as error:
+            found.append(error)
+    if isinstance(found[0], Exception):
+        assert str(found[1]) == str(found[0])
+        raise found[0]
+    assert torch.equal(*found)
+    assert found[0].shape[0] == 3
+    assert found[0].dtype == torch.uint8
 
 
 KINDS = {

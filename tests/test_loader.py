@@ -5,16 +5,21 @@ import gc
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
+from importlib.metadata import version
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from errors import UserError
+from files import read_json
 from loading.loader import BatchLoader, check_workers
 from sampler import EvalSampler
+from tests.endings import differing_results
 from tests.ranks import run_ranks
+from tests.started import SMALL, refused, run_train
 
 
 class Numbers(Dataset):
@@ -83,3 +88,27 @@ def test_batches_take_no_room_in_dev_shm(tmp_path):
     done = run_ranks(load_with_shared_memory_of, 1, size, tmp_path / "stdout", log_folder=tmp_path)
     assert (done.codes, done.output) == ([0], "")
     assert (tmp_path / "stdout").read_text() == "[0, 1, 2]\n[3, 4, 5]\n[6]\n"
+
+
+def train_once(images, folder, *argv, **how):
+    argv = [*SMALL, "--data-path", images, "--batch-size", 8, "--epochs", 1, "--output-dir", folder / "out", *argv]
+    folder.mkdir(exist_ok=True)
+    return run_train(folder, *argv, **how)
+
+
+def test_a_decoder_that_crashes_is_one_line_that_names_the_image(image_folder, tmp_path):
+    crash = [(0, "loading.decode.ImageFile.decode", 3, "before", signal.SIGSEGV)]  # the third of a loader process
+    done = train_once(image_folder, tmp_path, "--workers", 1, faults=crash)
+    refused(done, "a loader process was killed", "It was loading class", ".jpg", "remove it", code=1)
+
+
+def test_torchcodec_changes_no_number_and_is_said(image_folder, tmp_path):
+    pytest.importorskip("torchcodec")
+    ours = train_once(image_folder, tmp_path / "codec", "--workers", 1).check()
+    plain = train_once(image_folder, tmp_path / "pillow").check()
+    assert [done.output.count("JPEGs are decoded by TorchCodec") for done in (ours, plain)] == [1, 0]
+    assert "extraneous" not in ours.output  # what its C library writes of shortened files
+    folders = [tmp_path / name / "out" for name in ("codec", "pillow")]
+    assert differing_results(*folders) == []
+    decoders = [read_json(folder / "run.json")["environment"]["decoder"] for folder in folders]
+    assert decoders[0] == f"torchcodec {version('torchcodec')}, {decoders[1]}"
