@@ -1,4 +1,17 @@
-"""Decode every image of a data set, and compare its counts and classes: `python -m scripts.check DATA_PATH`."""
+"""Decode every image of a data set, and compare its counts and classes.
+
+Examples:
+  python -m scripts.check /data/imagenet
+  python -m scripts.check /data/imagenet --sample 2000              # a quick look
+  python -m scripts.check /data/imagenet --json report.json
+  python -m scripts.check /data/imagenet --expect-val 0             # train/ alone, for train.py --minival
+  python -m scripts.check /data/pets --expect-classes 37
+  python -m scripts.check /data/xrays --statistics 1                # --mean and --std of grey images
+
+DATA_PATH is as train.py's --data-path: class folders, tars or packs. The tool changes nothing in it, but leaves an
+index of the images there, as a run does.
+The exit code is 0 if the data set is healthy, 1 if it is not and 2 if the command cannot be carried out.
+"""
 
 import argparse
 import hashlib
@@ -50,23 +63,6 @@ KINDS = {
     "deep": (False, "samples of more than 8 bits, of which the highest 8 are loaded"),
     "turned": (False, "EXIF says to turn it, as train.py does with --exif, and ImageFolder does not"),
 }
-
-EPILOG = f"""\
-examples:
-  python -m scripts.check /data/imagenet
-  python -m scripts.check /data/imagenet --sample 2000              # a quick look
-  python -m scripts.check /data/imagenet --json report.json
-  python -m scripts.check /data/imagenet --expect-val 0             # train/ alone, for train.py --minival
-  python -m scripts.check /data/pets --expect-classes 37
-  python -m scripts.check /data/xrays --statistics 1                # --mean and --std of grey images
-
-DATA_PATH is as train.py's --data-path: class folders, tars or packs. The tool changes nothing in it, but leaves an
-index of the images there, as a run does.
-The exit code is 0 if the data set is healthy, 1 if it is not and 2 if the command cannot be carried out.
-
-findings:
-{chr(10).join(f"  {kind:<13} {meaning}{'' if bad else ' (no problem)'}" for kind, (bad, meaning) in KINDS.items())}
-"""
 
 _IMAGES_PER_TASK = 16
 
@@ -265,8 +261,8 @@ def expectation(text: str) -> int | str:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    about = "Decode every image of a data set, and compare its counts and classes."
-    parser = build_parser(PROG, "DATA_PATH [options]", about, EPILOG)
+    kinds = [f"  {kind:<13} {meaning}{'' if bad else ' (no problem)'}" for kind, (bad, meaning) in KINDS.items()]
+    parser = build_parser(PROG, "DATA_PATH [options]", __doc__, "\n".join(["findings:", *kinds]))
     add, cores = parser.add_argument, collectives.count_cores()
     add("data_path", metavar="DATA_PATH", type=as_place, help="as train.py's --data-path")
     for name, noun in (

@@ -4,6 +4,12 @@ Writes one JSON file and, for a GPU, the table in docs/performance.md. What coul
 --data-path there are rows of real JPEGs; with TORCHVISION_REFERENCES, the folder of torchvision's references/
 classification, also one of its own train.py. --only TEXT measures the rows whose names contain TEXT, and keeps the
 others that --json holds of the same machine.
+
+Examples:
+  python -m scripts.gpu_report                                  on every GPU of this machine (make gpu-report)
+  python -m scripts.gpu_report --only vit_b_16                  the rows of one model alone
+  python -m scripts.gpu_report --data-path /data/imagenet       and rows of real JPEGs
+  python -m scripts.gpu_report --device cpu --model resnet18 --crop 32 --batch-size 4 --steps 20   to try it
 """
 
 import json
@@ -36,12 +42,6 @@ from scripts import tool
 from settings import config
 
 PROG = "python -m scripts.gpu_report"
-EXAMPLES = """examples:
-  python -m scripts.gpu_report                                  on every GPU of this machine (make gpu-report)
-  python -m scripts.gpu_report --only vit_b_16                  the rows of one model alone
-  python -m scripts.gpu_report --data-path /data/imagenet       and rows of real JPEGs
-  python -m scripts.gpu_report --device cpu --model resnet18 --crop 32 --batch-size 4 --steps 20   to try it
-"""
 LIMIT_S = 20 * 60
 BEGIN, END = "<!-- gpu: python -m scripts.gpu_report -->\n", "<!-- end of gpu -->\n"
 BFLOAT16 = "--amp --amp-dtype bfloat16 --channels-last"
@@ -303,7 +303,7 @@ def write_report(options: Namespace) -> int:
 
 def main() -> None:
     """Measure what the command line asks for."""
-    parser = tool.build_parser(PROG, "[options]", __doc__, EXAMPLES)
+    parser = tool.build_parser(PROG, "[options]", __doc__)
     add = parser.add_argument
     add("--device", metavar="DEVICE", default="cuda", help="cuda, or cpu to try the command (default: cuda)")
     models = ["resnet50", "vit_b_16", "convnext_tiny"]

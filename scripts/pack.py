@@ -1,4 +1,23 @@
-"""Write a smaller copy of a data set as tars that load faster: `python -m scripts.pack --data-path DIR OUT`."""
+"""Write a smaller copy of a data set as tars that load faster.
+
+Examples:
+  python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
+  python -m scripts.pack --data-path /data/imagenet s3://bucket/imagenet-256 --short-side 256
+  cd /data/imagenet-256 && sha256sum --check --quiet SHA256SUMS      # is every tar as it was written?
+
+OUT gets train-000000.tar, ..., val-000000.tar, ... manifest.json (counts, sizes, settings) and SHA256SUMS. `tar xf` of
+every shard into one folder gives back an image folder with the same names, classes and order. OUT may be the address of
+a bucket, s3://, gs:// or az://, to which every shard goes from memory; and a folder may be copied to a web server or a
+bucket as it is. train.py --data-path reads it there, by train.index.gz and val.index.gz (name, class, place and CRC-32
+of every image), which are written last. Every image is written as an RGB JPEG (4:2:0, pixels as stored, no metadata but
+EXIF's orientation, by which train.py --exif turns images). So scores differ: at 256 px EfficientNet-Lite0 has 87.3
+instead of 88.3 on 1,000 photographs, and pixels are 3 levels apart in the mean (docs/data.md). A name keeps its ending,
+even if x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool; `python -m
+scripts.check` names all of them beforehand.
+
+After an interruption of any kind run the same command again: it continues after the last whole shard. The files are the
+same, byte for byte, however often it was interrupted and whatever the number of workers.
+"""
 
 import argparse
 import errno
@@ -58,26 +77,6 @@ QUALITY = 90  # of the JPEGs
 UPLOAD_S = 600.0  # for which a failing upload is tried again
 
 _RECORD = {"file": str, "images": int, "source_bytes": int, "bytes": int, "sha256": str}  # of a shard, in the manifest
-
-EPILOG = """\
-examples:
-  python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
-  python -m scripts.pack --data-path /data/imagenet s3://bucket/imagenet-256 --short-side 256
-  cd /data/imagenet-256 && sha256sum --check --quiet SHA256SUMS      # is every tar as it was written?
-
-OUT gets train-000000.tar, ..., val-000000.tar, ... manifest.json (counts, sizes, settings) and SHA256SUMS. `tar xf` of
-every shard into one folder gives back an image folder with the same names, classes and order. OUT may be the address of
-a bucket, s3://, gs:// or az://, to which every shard goes from memory; and a folder may be copied to a web server or a
-bucket as it is. train.py --data-path reads it there, by train.index.gz and val.index.gz (name, class, place and CRC-32
-of every image), which are written last. Every image is written as an RGB JPEG (4:2:0, pixels as stored, no metadata but
-EXIF's orientation, by which train.py --exif turns images). So scores differ: at 256 px EfficientNet-Lite0 has 87.3
-instead of 88.3 on 1,000 photographs, and pixels are 3 levels apart in the mean (docs/data.md). A name keeps its ending,
-even if x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool; `python -m
-scripts.check` names all of them beforehand.
-
-After an interruption of any kind run the same command again: it continues after the last whole shard. The files are the
-same, byte for byte, however often it was interrupted and whatever the number of workers.
-"""
 
 
 class Split:
@@ -423,8 +422,7 @@ def summarize(manifest: dict) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    usage = "--data-path DIR OUT --short-side PX [options]"
-    parser = build_parser(PROG, usage, "Write a smaller copy of a data set as tars that load faster.", EPILOG)
+    parser = build_parser(PROG, "--data-path DIR OUT --short-side PX [options]", __doc__)
     add, cores = parser.add_argument, collectives.count_cores()
     add("out", metavar="OUT", type=as_place, help="folder or s3://... for the pack: new, empty, or holding one")
     add("--data-path", metavar="DIR", type=as_path, required=True, help="as train.py's --data-path")
