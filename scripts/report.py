@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy
@@ -51,26 +52,8 @@ PANELS = {
 }  # fmt: skip
 _LARGEST = 32 << 20
 
-# With this policy the browser itself refuses to load anything from elsewhere.
-HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>
-:root {{ color-scheme: light dark; --line: #ddd; --box: #f7f7f7 }}
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em }}
-h1, h2, td:first-child, figure, p {{ overflow-wrap: anywhere }} h1 {{ font-size: 1.6em }}
-table {{ border-collapse: collapse; display: block; max-width: 100%; overflow-x: auto }}
-td, th {{ border: 1px solid var(--line); padding: 2px 9px; text-align: left; min-width: 3em }}
-div {{ display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start }} div > table {{ flex: 1 1 300px }}
-figure {{ margin: 0; width: 160px; font-size: 13px }}
-.curves {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)) }}
-summary {{ cursor: pointer; font-weight: bold; margin: 1em 0 }} i {{ font-style: normal; font-weight: bold }}
-pre {{ background: var(--box); overflow: auto; padding: 0.8em }} img {{ max-width: 100%; min-width: 0 }}
-@media (prefers-color-scheme: dark) {{
-:root {{ --line: #444; --box: #222 }} body {{ background: #151515; color: #ddd }}
-img[src^="data:image/svg"], i {{ filter: invert(0.92) hue-rotate(180deg) }} a {{ color: #8ab4f8 }}
-}}
-</style></head><body><h1>{title}</h1>
-"""
+# Its policy has the browser itself refuse to load anything from elsewhere.
+PAGE = Path(__file__).with_name("page.html")
 
 
 class LoggedRun:
@@ -267,7 +250,8 @@ def show_images(shown: Iterable[tuple[Image.Image, list[str]]], folder: Path) ->
 def page(title: str, sections: dict[str, str]) -> bytes:
     """Return a whole page with a section for each title that has content."""
     body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections.items() if content)
-    return f"{HEAD.format(title=escape(title))}{body}</body></html>\n".encode(errors="backslashreplace")
+    template = Template(PAGE.read_text(encoding="utf-8"))
+    return template.substitute(title=escape(title), body=body).encode(errors="backslashreplace")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
