@@ -33,16 +33,7 @@ from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.remote import RemotePack
 from loading.source import Source, count_classes
-from scripts.tool import (
-    add_train_option,
-    as_place,
-    build_parser,
-    in_order,
-    output_file,
-    positive,
-    run,
-    write_report,
-)
+from scripts import tool
 from settings.options import BY_NAME
 
 PROG = "python -m scripts.check"
@@ -215,7 +206,7 @@ def look_at_all(splits: dict[str, Source], options: argparse.Namespace, report: 
         for number in numpy.linspace(0, len(source) - 1, min(sample or len(source), len(source)), dtype=int).tolist()
     ]
     tasks = [images[begin : begin + _IMAGES_PER_TASK] for begin in range(0, len(images), _IMAGES_PER_TASK)]
-    inspections = chain.from_iterable(in_order(partial(inspect_images, splits, options), tasks, options.workers))
+    inspections = chain.from_iterable(tool.in_order(partial(inspect_images, splits, options), tasks, options.workers))
     seen = numpy.zeros((len(images), 2), dtype=numpy.uint64)
     progress = Progress("checking", len(images), "images")
     for place, ((name, number), inspection) in enumerate(zip(images, inspections, strict=True)):
@@ -256,37 +247,34 @@ def find_equal(splits: dict[str, Source], images: list[tuple[str, int]], seen: n
 
 def expectation(text: str) -> int | str:
     """Return a number, or `any`; an argparse type."""
-    return text if text == "any" else 0 if text == "0" else positive(text)
+    return text if text == "any" else 0 if text == "0" else tool.positive(text)
 
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     kinds = [f"  {kind:<13} {meaning}{'' if bad else ' (no problem)'}" for kind, (bad, meaning) in KINDS.items()]
-    parser = build_parser(PROG, "DATA_PATH [options]", __doc__, "\n".join(["findings:", *kinds]))
+    parser = tool.build_parser(PROG, "DATA_PATH [options]", __doc__, "\n".join(["findings:", *kinds]))
     add, cores = parser.add_argument, collectives.count_cores()
-    add("data_path", metavar="DATA_PATH", type=as_place, help="as train.py's --data-path")
-    for name, noun in (
-        ("train", "images of train"), ("val", "images of val; 0 checks train alone"),
-        ("classes", "classes of each split"),
-    ):  # fmt: skip
-        words = (
-            f"how many {noun}, or any (default: {IMAGENET[name]:,} where the classes are ImageNet's synsets, else any)"
-        )
+    add("data_path", metavar="DATA_PATH", type=tool.as_place, help="as train.py's --data-path")
+    nouns = "images of train", "images of val; 0 checks train alone", "classes of each split"
+    for (name, number), noun in zip(IMAGENET.items(), nouns, strict=True):
+        default = f"{number:,} where the classes are ImageNet's synsets, else any"
+        words = f"how many {noun}, or any (default: {default})"
         add(f"--expect-{name}", metavar="N", type=expectation, help=words)
     add("--multi-label", metavar="SEPARATOR", nargs="?", const=",", help="as train.py's: several labels an image")
-    add("--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced")
+    add("--sample", metavar="N", type=tool.positive, help="decode only N images of each split, evenly spaced")
     words = (
         "print mean and standard deviation of the images of train, for train.py's --mean and --std, in 1, 3 or 4 "
         "channels as --in-chans has them (3 if no number is given)"
     )
     channels = {"type": int, "nargs": "?", "const": 3, "choices": BY_NAME["in_chans"].choices}
     add("--statistics", metavar="CHANNELS", help=words, **channels)
-    add_train_option(parser, "val_resize_size", "as train.py's: images too long to be resized so are damaged")
-    add_train_option(parser, "grey_range", "as train.py's: grey samples that become black and white")
-    add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
+    tool.add_train_option(parser, "val_resize_size", "as train.py's: images too long to be resized so are damaged")
+    tool.add_train_option(parser, "grey_range", "as train.py's: grey samples that become black and white")
+    tool.add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
     words = "write the report to FILE, with every finding"
-    add("--json", metavar="FILE", type=output_file(".json"), help=words)
-    add("--workers", metavar="N", type=positive, default=cores, help="processes (default: 1 per core)")
+    add("--json", metavar="FILE", type=tool.output_file(".json"), help=words)
+    add("--workers", metavar="N", type=tool.positive, default=cores, help="processes (default: 1 per core)")
     return parser
 
 
@@ -302,13 +290,13 @@ def check(options: argparse.Namespace) -> int:
     report.show()
     if options.json:
         facts = {"data_path": str(options.data_path), "sample": options.sample}
-        write_report(options.json, {**facts, **report.as_dict()})
+        tool.write_report(options.json, {**facts, **report.as_dict()})
     return 0 if report.is_healthy else 1
 
 
 def main() -> None:
     """Check the data set of the command line."""
-    run(PROG, lambda: check(get_args_parser().parse_args()), "interrupted; nothing was changed")
+    tool.run(PROG, lambda: check(get_args_parser().parse_args()), "interrupted; nothing was changed")
 
 
 if __name__ == "__main__":

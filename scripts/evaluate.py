@@ -61,7 +61,7 @@ from models.build import FlipAverage, autocast, move_to_device, set_up_device, s
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from scripts.report import draw_confusion, page, saved, show_images, table
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
-from scripts.trained import Trained, add_machine_options, add_options, open_from_options, tool_options
+from scripts.trained import Trained, add_machine_options, add_options, check_finite, open_from_options, tool_options
 
 PROG = "python -m scripts.evaluate"
 
@@ -184,13 +184,10 @@ def score_set(each: ImageSet, model: nn.Module, loader: data.DeviceLoader, k: in
             ranked = (output if output.is_cuda else output.cpu()).double()  # as in `rank_classes`
         rows.append(torch.cat([keys[:, None].to(ranked.device), ranked], dim=1))
         progress.update(len(keys))
-    gathered = torch.cat(collectives.all_gather(torch.cat([part.cpu() for part in rows]))).numpy()
-    gathered = gathered[numpy.argsort(gathered[:, 0], kind="stable")]
+    gathered = torch.cat(collectives.all_gather(torch.cat([part.cpu() for part in rows])))
+    check_finite(gathered, f"the checkpoint on --set {each.name}")
+    gathered = gathered[gathered[:, 0].argsort()].numpy()
     assert gathered[:, 0].tolist() == list(range(len(labels)))
-    if not numpy.isfinite(gathered).all():
-        raise UserError(
-            f"the scores of the checkpoint on --set {each.name} are not finite: its weights are broken", exit_code=5
-        )
     return gathered[:, 1:]
 
 
@@ -343,21 +340,19 @@ def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
     parser = build_parser(PROG, "CHECKPOINT --set NAME=DIR ... [options]", __doc__)
     add_options(parser)
-    parser.add_argument(
-        "--set", metavar="NAME=DIR", action="extend", nargs="+", required=True, dest="sets",
-        help="a set; give as many as you like",
-    )  # fmt: skip
+    add, text = parser.add_argument, "a set; give as many as you like"
+    add("--set", metavar="NAME=DIR", action="extend", nargs="+", required=True, dest="sets", help=text)
     text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
     add_train_option(parser, "minival", text)
     add_train_option(parser, "minival_fold", "the fold of --minival (default: 0)")
     add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
-    parser.add_argument("--html", metavar="FILE", type=output_file(".html"), help="show mistakes and classes in a page")
+    add("--html", metavar="FILE", type=output_file(".html"), help="show mistakes and classes in a page")
     text = "count true and predicted classes in FILE.csv, or in a picture, a FILE.png that is not there yet"
-    parser.add_argument("--confusion", metavar="FILE", type=output_file(".csv"), help=text)
-    parser.add_argument("--json", metavar="FILE", type=output_file(".json"), help="write the results to FILE")
+    add("--confusion", metavar="FILE", type=output_file(".csv"), help=text)
+    add("--json", metavar="FILE", type=output_file(".json"), help="write the results to FILE")
     text = "write the best classes of each image to FILE, as CSV"
-    parser.add_argument("--predictions", metavar="FILE", type=output_file(".csv"), help=text)
-    parser.add_argument("--topk", metavar="K,K", type=numbers, default=[1, 5], help="k of Acc@k, and 1 (default: 1,5)")
+    add("--predictions", metavar="FILE", type=output_file(".csv"), help=text)
+    add("--topk", metavar="K,K", type=numbers, default=[1, 5], help="k of Acc@k, and 1 (default: 1,5)")
     add_train_option(parser, "workers", "loader processes (default: as train.py)")
     add_machine_options(parser)
     return parser

@@ -459,11 +459,10 @@ def write_report(folders: list[Path], out: Path | None = None) -> Path:
 def main() -> None:
     """Write the page about the runs that the command line names."""
     parser = tool.build_parser(PROG, "RUN [RUN ...] [--out FILE]", __doc__)
-    parser.add_argument(
-        "runs", metavar="RUN", type=tool.as_path, nargs="+", help="output folder of a run, such as runs/digits"
-    )
-    where = "the page (default: report.html in the run's folder; of several runs, comparison.html in this folder)"
-    parser.add_argument("--out", metavar="FILE", type=tool.output_file(".html", ".htm"), help=where)
+    text = "output folder of a run, such as runs/digits"
+    parser.add_argument("runs", metavar="RUN", type=tool.as_path, nargs="+", help=text)
+    text = "the page (default: report.html in the run's folder; of several runs, comparison.html in this folder)"
+    parser.add_argument("--out", metavar="FILE", type=tool.output_file(".html", ".htm"), help=text)
 
     def work() -> None:
         options = parser.parse_args()
