@@ -95,9 +95,8 @@ def read_tests(folder: Path) -> dict[str, Any]:
 def read_step(folder: Path) -> dict[str, Any]:
     """Return the rate of our step on a process, and its ratio to the bare one: median and quartiles."""
     found = json.loads((folder / "step.json").read_text())
-    return {
-        "images_per_s": statistics.median(found["rates"]["ours"]), "ours_per_bare": found["ratios"]["ours / bare"][:3]
-    }  # fmt: skip
+    rate = statistics.median(found["rates"]["ours"])
+    return {"images_per_s": rate, "ours_per_bare": found["ratios"]["ours / bare"][:3]}
 
 
 def read_resume(folder: Path) -> dict[str, Any]:

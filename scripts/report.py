@@ -275,9 +275,7 @@ def epochs_table(run: LoggedRun) -> str:
     epochs, columns, rows, end_s = {}, [("epoch", "lr"), *itertools.product(kinds, results_in([run]))], [], 0.0
     for record in run.records:
         epochs.setdefault(record["epoch"], {})[record["kind"]] = record
-    columns = [
-        (k, name) for k, name in columns if any(last.get(k, {}).get(name) is not None for last in epochs.values())
-    ]
+    columns = [(k, n) for k, n in columns if any(last.get(k, {}).get(n) is not None for last in epochs.values())]
     for number, last in epochs.items():
         final = max(last.values(), key=lambda record: record["step"])
         begin_s, end_s = end_s, 3600 * (final.get("hours") or math.nan)
@@ -367,9 +365,8 @@ def describe_result(run: LoggedRun) -> str:
         own = str(run.options.get("best-metric"))
         if metric == best_metric(run) and own not in CURVES and (points := run.points(kind, own)):
             step, last = list(points.items())[-1]
-            rows.append(
-                [f"{own}, which chooses best.pth, {kinds_in([run])[kind]}, last", f"{last:.4g}, after step {step}"]
-            )
+            name = f"{own}, which chooses best.pth, {kinds_in([run])[kind]}, last"
+            rows.append([name, f"{last:.4g}, after step {step}"])
     rates = run.points("train", "images_per_s").values()
     rows.append(["state", " ".join(str(status.get(name, "")) for name in ("state", "reason"))])
     rows += [["time", run.took], ["of which", where_time_went(run)]]

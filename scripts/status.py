@@ -75,9 +75,8 @@ def table_of(runs: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the table."""
     rows = [["run", "state", "heartbeat", "step", "left", "newest result", "reason"]]
     for each in runs:
-        times = (duration(each.get(name) or float("nan")) for name in ("heartbeat_age_s", "left_s"))
+        heartbeat, left = (duration(each.get(name) or float("nan")) for name in ("heartbeat_age_s", "left_s"))
         steps = "/".join(f"{each[name]:,}" for name in ("step", "steps") if each[name] is not None)
-        heartbeat, left = times
         left = left if each["state"] == "running" else "--"
         rows.append([each["run"], each["state"], heartbeat, steps, left, each["result"], each["reason"]])
     return aligned(rows, to_left=(0, 1, 5, 6))
