@@ -1,4 +1,17 @@
-"""Decode every image of a data set, and compare its counts and classes: `python -m scripts.check DATA_PATH`."""
+"""Decode every image of a data set, and compare its counts and classes.
+
+Examples:
+  python -m scripts.check /data/imagenet
+  python -m scripts.check /data/imagenet --sample 2000              # a quick look
+  python -m scripts.check /data/imagenet --json report.json
+  python -m scripts.check /data/imagenet --expect-val 0             # train/ alone, for train.py --minival
+  python -m scripts.check /data/pets --expect-classes 37
+  python -m scripts.check /data/xrays --statistics 1                # --mean and --std of grey images
+
+DATA_PATH is as train.py's --data-path: class folders, tars or packs. The tool changes nothing in it, but leaves an
+index of the images there, as a run does.
+The exit code is 0 if the data set is healthy, 1 if it is not and 2 if the command cannot be carried out.
+"""
 
 import argparse
 import hashlib
@@ -20,16 +33,7 @@ from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.remote import RemotePack
 from loading.source import Source, count_classes
-from scripts.tool import (
-    add_train_option,
-    as_place,
-    build_parser,
-    in_order,
-    output_file,
-    positive,
-    run,
-    write_report,
-)
+from scripts import tool
 from settings.options import BY_NAME
 
 PROG = "python -m scripts.check"
@@ -50,23 +54,6 @@ KINDS = {
     "deep": (False, "samples of more than 8 bits, of which the highest 8 are loaded"),
     "turned": (False, "EXIF says to turn it, as train.py does with --exif, and ImageFolder does not"),
 }
-
-EPILOG = f"""\
-examples:
-  python -m scripts.check /data/imagenet
-  python -m scripts.check /data/imagenet --sample 2000              # a quick look
-  python -m scripts.check /data/imagenet --json report.json
-  python -m scripts.check /data/imagenet --expect-val 0             # train/ alone, for train.py --minival
-  python -m scripts.check /data/pets --expect-classes 37
-  python -m scripts.check /data/xrays --statistics 1                # --mean and --std of grey images
-
-DATA_PATH is as train.py's --data-path: class folders, tars or packs. The tool changes nothing in it, but leaves an
-index of the images there, as a run does.
-The exit code is 0 if the data set is healthy, 1 if it is not and 2 if the command cannot be carried out.
-
-findings:
-{chr(10).join(f"  {kind:<13} {meaning}{'' if bad else ' (no problem)'}" for kind, (bad, meaning) in KINDS.items())}
-"""
 
 _IMAGES_PER_TASK = 16
 
@@ -219,7 +206,7 @@ def look_at_all(splits: dict[str, Source], options: argparse.Namespace, report: 
         for number in numpy.linspace(0, len(source) - 1, min(sample or len(source), len(source)), dtype=int).tolist()
     ]
     tasks = [images[begin : begin + _IMAGES_PER_TASK] for begin in range(0, len(images), _IMAGES_PER_TASK)]
-    inspections = chain.from_iterable(in_order(partial(inspect_images, splits, options), tasks, options.workers))
+    inspections = chain.from_iterable(tool.in_order(partial(inspect_images, splits, options), tasks, options.workers))
     seen = numpy.zeros((len(images), 2), dtype=numpy.uint64)
     progress = Progress("checking", len(images), "images")
     for place, ((name, number), inspection) in enumerate(zip(images, inspections, strict=True)):
@@ -260,37 +247,34 @@ def find_equal(splits: dict[str, Source], images: list[tuple[str, int]], seen: n
 
 def expectation(text: str) -> int | str:
     """Return a number, or `any`; an argparse type."""
-    return text if text == "any" else 0 if text == "0" else positive(text)
+    return text if text == "any" else 0 if text == "0" else tool.positive(text)
 
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    about = "Decode every image of a data set, and compare its counts and classes."
-    parser = build_parser(PROG, "DATA_PATH [options]", about, EPILOG)
+    kinds = [f"  {kind:<13} {meaning}{'' if bad else ' (no problem)'}" for kind, (bad, meaning) in KINDS.items()]
+    parser = tool.build_parser(PROG, "DATA_PATH [options]", __doc__, "\n".join(["findings:", *kinds]))
     add, cores = parser.add_argument, collectives.count_cores()
-    add("data_path", metavar="DATA_PATH", type=as_place, help="as train.py's --data-path")
-    for name, noun in (
-        ("train", "images of train"), ("val", "images of val; 0 checks train alone"),
-        ("classes", "classes of each split"),
-    ):  # fmt: skip
-        words = (
-            f"how many {noun}, or any (default: {IMAGENET[name]:,} where the classes are ImageNet's synsets, else any)"
-        )
+    add("data_path", metavar="DATA_PATH", type=tool.as_place, help="as train.py's --data-path")
+    nouns = "images of train", "images of val; 0 checks train alone", "classes of each split"
+    for (name, number), noun in zip(IMAGENET.items(), nouns, strict=True):
+        default = f"{number:,} where the classes are ImageNet's synsets, else any"
+        words = f"how many {noun}, or any (default: {default})"
         add(f"--expect-{name}", metavar="N", type=expectation, help=words)
     add("--multi-label", metavar="SEPARATOR", nargs="?", const=",", help="as train.py's: several labels an image")
-    add("--sample", metavar="N", type=positive, help="decode only N images of each split, evenly spaced")
+    add("--sample", metavar="N", type=tool.positive, help="decode only N images of each split, evenly spaced")
     words = (
         "print mean and standard deviation of the images of train, for train.py's --mean and --std, in 1, 3 or 4 "
         "channels as --in-chans has them (3 if no number is given)"
     )
     channels = {"type": int, "nargs": "?", "const": 3, "choices": BY_NAME["in_chans"].choices}
     add("--statistics", metavar="CHANNELS", help=words, **channels)
-    add_train_option(parser, "val_resize_size", "as train.py's: images too long to be resized so are damaged")
-    add_train_option(parser, "grey_range", "as train.py's: grey samples that become black and white")
-    add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
+    tool.add_train_option(parser, "val_resize_size", "as train.py's: images too long to be resized so are damaged")
+    tool.add_train_option(parser, "grey_range", "as train.py's: grey samples that become black and white")
+    tool.add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
     words = "write the report to FILE, with every finding"
-    add("--json", metavar="FILE", type=output_file(".json"), help=words)
-    add("--workers", metavar="N", type=positive, default=cores, help="processes (default: 1 per core)")
+    add("--json", metavar="FILE", type=tool.output_file(".json"), help=words)
+    add("--workers", metavar="N", type=tool.positive, default=cores, help="processes (default: 1 per core)")
     return parser
 
 
@@ -306,13 +290,13 @@ def check(options: argparse.Namespace) -> int:
     report.show()
     if options.json:
         facts = {"data_path": str(options.data_path), "sample": options.sample}
-        write_report(options.json, {**facts, **report.as_dict()})
+        tool.write_report(options.json, {**facts, **report.as_dict()})
     return 0 if report.is_healthy else 1
 
 
 def main() -> None:
     """Check the data set of the command line."""
-    run(PROG, lambda: check(get_args_parser().parse_args()), "interrupted; nothing was changed")
+    tool.run(PROG, lambda: check(get_args_parser().parse_args()), "interrupted; nothing was changed")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,32 @@
-"""Evaluate one checkpoint on several sets at once: `python -m scripts.evaluate CHECKPOINT --set NAME=DIR ...`."""
+r"""Evaluate a checkpoint on one set or on several.
+
+Examples:
+  python -m scripts.evaluate runs/resnet50/best.pth --set val=/data/imagenet/val
+  python -m scripts.evaluate resnet50.IMAGENET1K_V2 --set val=/data/imagenet/val \
+      --set v2=/data/imagenetv2-matched-frequency --set a=/data/imagenet-a --json results.json
+  python -m scripts.evaluate runs/a/best.pth --set val=photos/val --html mistakes.html --confusion confusion.png
+  torchrun --nproc_per_node=8 -m scripts.evaluate runs/resnet50/best_ema.pth --ema --set val=/data/imagenet/val
+
+sets:
+  NAME=DIR        class folders, tars or a pack, as train.py reads them. A class folder bears the name of a class of
+                  the checkpoint, or its number (ImageNetV2). Where the checkpoint knows no names, the folders in
+                  alphabetical order are its classes, or synsets are looked up in a set that has them all or in timm;
+                  numbers (000 ...), and names if its script may be timm's, only if their natural order is the same.
+                  If there are folders of some classes alone (ImageNet-A, -R), the scores of all other classes are
+                  left out before anything is computed, as in the papers of these sets.
+  --minival F     evaluate --set minival=DIR/train, the training images, only on those that train.py --minival F
+                  held out.
+
+Acc@k is the percentage of images whose class is among the k best; classes with equal scores rank by their numbers.
+NLL is the mean of the negative logarithm of the probability of an image's class, ECE the expected calibration error
+with 15 bins of equal width. The 95% interval is that of Acc@1, by a bootstrap over the images with a fixed seed.
+
+A model of --multi-label is evaluated on lists of several labels: mAP is the mean over classes of the average precision,
+F1 counts a class whose probability is above a half, BCE is the mean binary cross-entropy of images and classes.
+
+Preprocessing and precision are those of the checkpoint's training or publication, and a line says which. The result is
+the same in every bit on any number of processes, with the same --batch-size and OMP_NUM_THREADS (1, if it is not set).
+"""
 
 import argparse
 import importlib
@@ -33,38 +61,9 @@ from models.build import FlipAverage, autocast, move_to_device, set_up_device, s
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from scripts.report import draw_confusion, page, saved, show_images, table
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
-from scripts.trained import Trained, add_machine_options, add_options, open_from_options, tool_options
+from scripts.trained import Trained, add_machine_options, add_options, check_finite, open_from_options, tool_options
 
 PROG = "python -m scripts.evaluate"
-
-EPILOG = f"""\
-examples:
-  {PROG} runs/resnet50/best.pth --set val=/data/imagenet/val
-  {PROG} resnet50.IMAGENET1K_V2 --set val=/data/imagenet/val \\
-      --set v2=/data/imagenetv2-matched-frequency --set a=/data/imagenet-a --json results.json
-  {PROG} runs/a/best.pth --set val=photos/val --html mistakes.html --confusion confusion.png
-  torchrun --nproc_per_node=8 -m scripts.evaluate runs/resnet50/best_ema.pth --ema --set val=/data/imagenet/val
-
-sets:
-  NAME=DIR        class folders, tars or a pack, as train.py reads them. A class folder bears the name of a class of
-                  the checkpoint, or its number (ImageNetV2). Where the checkpoint knows no names, the folders in
-                  alphabetical order are its classes, or synsets are looked up in a set that has them all or in timm;
-                  numbers (000 ...), and names if its script may be timm's, only if their natural order is the same.
-                  If there are folders of some classes alone (ImageNet-A, -R), the scores of all other classes are
-                  left out before anything is computed, as in the papers of these sets.
-  --minival F     evaluate --set minival=DIR/train, the training images, only on those that train.py --minival F
-                  held out.
-
-Acc@k is the percentage of images whose class is among the k best; classes with equal scores rank by their numbers.
-NLL is the mean of the negative logarithm of the probability of an image's class, ECE the expected calibration error
-with 15 bins of equal width. The 95% interval is that of Acc@1, by a bootstrap over the images with a fixed seed.
-
-A model of --multi-label is evaluated on lists of several labels: mAP is the mean over classes of the average precision,
-F1 counts a class whose probability is above a half, BCE is the mean binary cross-entropy of images and classes.
-
-Preprocessing and precision are those of the checkpoint's training or publication, and a line says which. The result is
-the same in every bit on any number of processes, with the same --batch-size and OMP_NUM_THREADS (1, if it is not set).
-"""
 
 _INTERRUPTED = "interrupted; start it again: no results are kept"
 
@@ -185,13 +184,10 @@ def score_set(each: ImageSet, model: nn.Module, loader: data.DeviceLoader, k: in
             ranked = (output if output.is_cuda else output.cpu()).double()  # as in `rank_classes`
         rows.append(torch.cat([keys[:, None].to(ranked.device), ranked], dim=1))
         progress.update(len(keys))
-    gathered = torch.cat(collectives.all_gather(torch.cat([part.cpu() for part in rows]))).numpy()
-    gathered = gathered[numpy.argsort(gathered[:, 0], kind="stable")]
+    gathered = torch.cat(collectives.all_gather(torch.cat([part.cpu() for part in rows])))
+    check_finite(gathered, f"the checkpoint on --set {each.name}")
+    gathered = gathered[gathered[:, 0].argsort()].numpy()
     assert gathered[:, 0].tolist() == list(range(len(labels)))
-    if not numpy.isfinite(gathered).all():
-        raise UserError(
-            f"the scores of the checkpoint on --set {each.name} are not finite: its weights are broken", exit_code=5
-        )
     return gathered[:, 1:]
 
 
@@ -342,24 +338,21 @@ def numbers(text: str) -> list[int]:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    usage = "CHECKPOINT --set NAME=DIR ... [options]"
-    parser = build_parser(PROG, usage, "Evaluate a checkpoint on one set or on several.", EPILOG)
+    parser = build_parser(PROG, "CHECKPOINT --set NAME=DIR ... [options]", __doc__)
     add_options(parser)
-    parser.add_argument(
-        "--set", metavar="NAME=DIR", action="extend", nargs="+", required=True, dest="sets",
-        help="a set; give as many as you like",
-    )  # fmt: skip
+    add, text = parser.add_argument, "a set; give as many as you like"
+    add("--set", metavar="NAME=DIR", action="extend", nargs="+", required=True, dest="sets", help=text)
     text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
     add_train_option(parser, "minival", text)
     add_train_option(parser, "minival_fold", "the fold of --minival (default: 0)")
     add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
-    parser.add_argument("--html", metavar="FILE", type=output_file(".html"), help="show mistakes and classes in a page")
+    add("--html", metavar="FILE", type=output_file(".html"), help="show mistakes and classes in a page")
     text = "count true and predicted classes in FILE.csv, or in a picture, a FILE.png that is not there yet"
-    parser.add_argument("--confusion", metavar="FILE", type=output_file(".csv"), help=text)
-    parser.add_argument("--json", metavar="FILE", type=output_file(".json"), help="write the results to FILE")
+    add("--confusion", metavar="FILE", type=output_file(".csv"), help=text)
+    add("--json", metavar="FILE", type=output_file(".json"), help="write the results to FILE")
     text = "write the best classes of each image to FILE, as CSV"
-    parser.add_argument("--predictions", metavar="FILE", type=output_file(".csv"), help=text)
-    parser.add_argument("--topk", metavar="K,K", type=numbers, default=[1, 5], help="k of Acc@k, and 1 (default: 1,5)")
+    add("--predictions", metavar="FILE", type=output_file(".csv"), help=text)
+    add("--topk", metavar="K,K", type=numbers, default=[1, 5], help="k of Acc@k, and 1 (default: 1,5)")
     add_train_option(parser, "workers", "loader processes (default: as train.py)")
     add_machine_options(parser)
     return parser

@@ -45,6 +45,7 @@ from scripts.trained import (
     OPTIONS,
     Trained,
     add_options,
+    check_finite,
     checked,
     open_from_options,
     open_graph,
@@ -78,8 +79,7 @@ class Export:
         size = trained.args.val_crop_size
         self.probe = torch.randn(3, trained.args.in_chans, size, size, generator=torch.Generator().manual_seed(0))
         self.expected = {number: logits_of(self.model, self.probe[:number]) for number in _PROBES}
-        if not self.expected[1].isfinite().all():
-            raise UserError(f"the scores of {options.checkpoint} are not finite: its weights are broken", exit_code=5)
+        check_finite(self.expected[1], options.checkpoint)
         stream = io.BytesIO()
         torch.save(trained.model.state_dict(), stream)
         self.weights = stream.getvalue()
@@ -213,14 +213,11 @@ def export(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Export the model of the command line."""
-    usage = "CHECKPOINT --format NAME --output DIR [options]"
-    parser = build_parser(PROG, usage, __doc__)
+    parser = build_parser(PROG, "CHECKPOINT --format NAME --output DIR [options]", __doc__)
     add_options(parser)
-    parser.add_argument(
-        "--format", metavar="NAME", nargs="+", choices=FORMS, required=True, dest="forms",
-        help=f"the forms to write: {', '.join(FORMS)}",
-    )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", type=as_path, required=True, help="the folder to write to")
+    add, text = parser.add_argument, f"the forms to write: {', '.join(FORMS)}"
+    add("--format", metavar="NAME", nargs="+", choices=FORMS, required=True, dest="forms", help=text)
+    add("--output", metavar="DIR", type=as_path, required=True, help="the folder to write to")
     logging.disable(logging.WARNING)  # torch's exporters report each of their passes
     run(PROG, lambda: export(parser.parse_args()), "interrupted; whole files stay; run the same command again")
 

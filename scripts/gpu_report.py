@@ -4,8 +4,15 @@ Writes one JSON file and, for a GPU, the table in docs/performance.md. What coul
 --data-path there are rows of real JPEGs; with TORCHVISION_REFERENCES, the folder of torchvision's references/
 classification, also one of its own train.py. --only TEXT measures the rows whose names contain TEXT, and keeps the
 others that --json holds of the same machine.
+
+Examples:
+  python -m scripts.gpu_report                                  on every GPU of this machine (make gpu-report)
+  python -m scripts.gpu_report --only vit_b_16                  the rows of one model alone
+  python -m scripts.gpu_report --data-path /data/imagenet       and rows of real JPEGs
+  python -m scripts.gpu_report --device cpu --model resnet18 --crop 32 --batch-size 4 --steps 20   to try it
 """
 
+import itertools
 import json
 import os
 import re
@@ -36,12 +43,6 @@ from scripts import tool
 from settings import config
 
 PROG = "python -m scripts.gpu_report"
-EXAMPLES = """examples:
-  python -m scripts.gpu_report                                  on every GPU of this machine (make gpu-report)
-  python -m scripts.gpu_report --only vit_b_16                  the rows of one model alone
-  python -m scripts.gpu_report --data-path /data/imagenet       and rows of real JPEGs
-  python -m scripts.gpu_report --device cpu --model resnet18 --crop 32 --batch-size 4 --steps 20   to try it
-"""
 LIMIT_S = 20 * 60
 BEGIN, END = "<!-- gpu: python -m scripts.gpu_report -->\n", "<!-- end of gpu -->\n"
 BFLOAT16 = "--amp --amp-dtype bfloat16 --channels-last"
@@ -52,18 +53,14 @@ PEAKS = {
     "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "L40S": 362, "L4": 121,
     "RTX 4090": 165, "RTX 3090": 71,
 }  # fmt: skip
-# Images/s in training that others have published, or that one may expect: card, model, processes.
+# Images/s in training that others have published, or that one may expect: card, model, processes, least, most, source.
 _NVIDIA, _TIMM, _EXPECTED = "NVIDIA DeepLearningExamples, AMP", "timm's results/, AMP, NHWC", "expected of this card"
-PUBLISHED = {
-    ("A100", "resnet50", 1): (2470, 2470, _NVIDIA), ("A100", "resnet50", 8): (16621, 16621, _NVIDIA),
-    ("RTX 3090", "resnet50", 1): (1218, 1218, _TIMM), ("RTX 3090", "vit_b_16", 1): (393, 393, _TIMM),
-    ("RTX 3090", "convnext_tiny", 1): (819, 819, _TIMM),
-    **{
-        (card, model, 1): (low, high, _EXPECTED)
-        for card in ("H100", "H200")
-        for model, low, high in [("resnet50", 3200, 4500), ("vit_b_16", 1900, 2400), ("convnext_tiny", 2000, 3000)]
-    },
-}  # fmt: skip
+PUBLISHED = [
+    ("A100", "resnet50", 1, 2470, 2470, _NVIDIA), ("A100", "resnet50", 8, 16621, 16621, _NVIDIA),
+    ("RTX 3090", "resnet50", 1, 1218, 1218, _TIMM), ("RTX 3090", "vit_b_16", 1, 393, 393, _TIMM),
+    ("RTX 3090", "convnext_tiny", 1, 819, 819, _TIMM), ("H[12]00", "resnet50", 1, 3200, 4500, _EXPECTED),
+    ("H[12]00", "vit_b_16", 1, 1900, 2400, _EXPECTED), ("H[12]00", "convnext_tiny", 1, 2000, 3000, _EXPECTED),
+]  # fmt: skip
 # How a row's figures stand in the table.
 FORMS = {
     "result": "{}", "images_per_s": "{:,.0f} images/s",
@@ -79,26 +76,27 @@ class Row(NamedTuple):
 
     name: str
     commands: list[str]  # what follows `python`
-    read: Callable[[Path], dict[str, Any] | None]  # figures by the names of FORMS; None if nothing was measured
+    read: Callable[[Path], dict[str, Any]]  # figures by the names of FORMS; UserError if nothing was measured
     model: str | None = None  # whose share of the card's peak is of interest, on so many processes
     processes: int = 1
     single: str | None = None  # the row of the same command on one process
 
 
-def read_tests(folder: Path) -> dict[str, Any] | None:
+def read_tests(folder: Path) -> dict[str, Any]:
     """Return the counts of the tests that ran; those that were skipped for want of a GPU did not."""
     suite = next(ElementTree.parse(folder / "tests.xml").iter("testsuite"))
     skipped, bad = int(suite.get("skipped")), int(suite.get("failures")) + int(suite.get("errors"))
     passed = int(suite.get("tests")) - skipped - bad
-    return {"result": f"{passed} passed, {bad} failed, {skipped} skipped"} if passed + bad else None
+    if not passed + bad:
+        raise UserError("every test was skipped")
+    return {"result": f"{passed} passed, {bad} failed, {skipped} skipped"}
 
 
 def read_step(folder: Path) -> dict[str, Any]:
     """Return the rate of our step on a process, and its ratio to the bare one: median and quartiles."""
     found = json.loads((folder / "step.json").read_text())
-    return {
-        "images_per_s": statistics.median(found["rates"]["ours"]), "ours_per_bare": found["ratios"]["ours / bare"][:3]
-    }  # fmt: skip
+    rate = statistics.median(found["rates"]["ours"])
+    return {"images_per_s": rate, "ours_per_bare": found["ratios"]["ours / bare"][:3]}
 
 
 def read_resume(folder: Path) -> dict[str, Any]:
@@ -158,38 +156,46 @@ def count_flops(model: str, crop: int | None) -> int:
 
 def judge(row: Row, found: dict[str, Any], rows: dict[str, dict], card: str, crop: int | None) -> None:
     """Add how good a rate is: beside one process, the card's peak, and a published figure."""
-    if single := rows.get(row.single):
+    if row.processes > 1 and (single := rows.get(row.single)):
         found["efficiency"] = found["images_per_s"] / single["images_per_s"] / row.processes
-    if row.model is None:
-        return
-    if peak := next((peak for name, peak in PEAKS.items() if name in card), None):
+    if row.model and (peak := next((peak for name, peak in PEAKS.items() if name in card), None)):
         found["mfu"] = found["images_per_s"] * count_flops(row.model, crop) / (peak * 1e12 * row.processes)
-    for (name, model, processes), (low, high, source) in PUBLISHED.items():
-        if name in card and (model, processes) == (row.model, row.processes) and not crop:
+    for name, model, processes, low, high, source in PUBLISHED:
+        if re.search(name, card) and (model, processes) == (row.model, row.processes) and not crop:
+            is_bad = found["images_per_s"] < low / 2
             found["published"] = f"{low:,}{f' to {high:,}' if high > low else ''}: {source}"
-            if found["images_per_s"] < low / 2:
-                found["published"] += "; BELOW HALF OF IT: something is wrong"
+            found["published"] += "; BELOW HALF OF IT: something is wrong" if is_bad else ""
+
+
+def launcher(ranks: int) -> str:
+    """Return the words before a command of so many processes."""
+    return f"-m torch.distributed.run --standalone --nproc_per_node={ranks} " if ranks > 1 else ""
+
+
+def model_options(options: Namespace, model: str, batch: int) -> str:
+    """Return the options of train.py for a model on the images and the device of the command line."""
+    crop = f" --train-crop-size {options.crop} --val-crop-size {options.crop}" if options.crop else ""
+    return f"--model {shlex.quote(model)} --batch-size {batch} --device {options.device}{crop}"
 
 
 def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]:
     """Yield the measurements for this machine."""
-    there, ranks, lines = shlex.quote(str(folder)), max(num_gpus, 1), max(options.steps // (5 if num_gpus else 10), 1)
-    crop = f"--train-crop-size {options.crop} --val-crop-size {options.crop}" if options.crop else ""
-    batch, name = options.batch_size[0], options.model[0]
-    model = f"--model {shlex.quote(name)} --batch-size {batch} --device {options.device} {crop}"
-    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}" if num_gpus > 1 else ""
+    there, ranks, lines = shlex.quote(str(folder)), max(num_gpus, 1), max(options.steps // 5, 1)
+    batch = options.batch_size[0]
+    model = model_options(options, options.model[0], batch)
     yield Row("tests of `-m gpu`", [f"-m pytest -q -m gpu --junitxml {there}/tests.xml"], read_tests)
-    yield from model_rows(options, there, crop, lines, num_gpus)
+    yield from model_rows(options, there, max(lines // 2, 1), num_gpus)
     if options.data_path:
-        yield from image_rows(options, folder, crop, lines, num_gpus)
+        images = link_images(options.data_path, folder / "images", options.steps * batch)
+        common = f"{model} --data-path {shlex.quote(str(images))} --print-freq {lines}"
+        yield from image_rows(options, common, there, num_gpus)
     # With --workers 0 a compiled step waits for the loop to load: 0.61 of the bare one on an H200; 0.92 with workers.
     workers = min(count_cores() // ranks, 16) if num_gpus else 0
-    step = f"-m scripts.benchmark step --rounds 5 --steps {lines} --workers {workers}"
-    step += f" --json {there}/step.json {model}"
+    step = f"-m scripts.benchmark step --rounds 5 --steps {lines} --workers {workers} --json {there}/step.json {model}"
     for precision in PRECISIONS if num_gpus else PRECISIONS[:1]:
         yield Row(f"step, {precision or 'float32'}", [f"{step} {precision}"], read_step)
-    if launcher:
-        yield Row(f"step on {ranks} GPUs, {BFLOAT16}", [f"{launcher} {step} {BFLOAT16}"], read_step)
+    if ranks > 1:
+        yield Row(f"step on {ranks} GPUs, {BFLOAT16}", [f"{launcher(ranks)}{step} {BFLOAT16}"], read_step)
     run = f"train.py --use-deterministic-algorithms {model} --synthetic {20 * batch} --output-dir {there}"
     whole, first = f"{run}/whole --epochs 2", f"{run}/resumed --epochs 1"
     again = f"{run}/resumed --epochs 2 --resume auto --allow-change epochs"
@@ -198,71 +204,59 @@ def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]
     recipe += f" --lr-scaling linear --global-batch-size {ranks * batch} --synthetic {options.steps * ranks * batch}"
     recipe += f" --train-crop-size-min {options.crop}" if options.crop else ""
     recipe += f" --print-freq {lines} --output-dir {there}/recipe"
-    yield Row("`resnet50-fast16`, made-up images", [f"{launcher} {recipe}"], partial(read_run, "recipe"))
+    yield Row("`resnet50-fast16`, made-up images", [launcher(ranks) + recipe], partial(read_run, "recipe"))
 
 
-def model_rows(options: Namespace, there: str, crop: str, lines: int, num_gpus: int) -> Iterator[Row]:
+def model_rows(options: Namespace, there: str, print_freq: int, num_gpus: int) -> Iterator[Row]:
     """Yield runs on made-up images: each model in two batch sizes, eager and compiled, and the first on more GPUs."""
-    for model in options.model:
-        for batch in options.batch_size:
-            for mode in ("", " --compile") if num_gpus else ("",):
-                title = f"{model}, batch {batch}, bfloat16, NHWC{', compiled' if mode else ''}"
-                counts = [2**power for power in range(num_gpus.bit_length())] or [1]
-                is_scaled = mode and (model, batch) == (options.model[0], options.batch_size[0])
-                for ranks in sorted({*counts, num_gpus}) if is_scaled else [1]:
-                    name = f"run-{model}-{batch}{mode.strip()}-{ranks}".replace("/", "_")
-                    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks} " if ranks > 1 else ""
-                    command = (
-                        f"train.py --model {shlex.quote(model)} --batch-size {batch} --device {options.device} {crop}"
-                    )
-                    command += (
-                        f" {BFLOAT16}{mode} --lr 0.001 --epochs 2 --synthetic {options.steps * batch * ranks // 2}"
-                    )
-                    command += f" --print-freq {max(lines // 2, 1)} --output-dir {there}/{shlex.quote(name)}"
-                    single = title if ranks > 1 else None
-                    yield Row(
-                        f"{title}, {ranks} processes" if single else title, [launcher + command],
-                        partial(read_run, name), model, ranks, single,
-                    )  # fmt: skip
+    counts = sorted({2**power for power in range(num_gpus.bit_length())} | {num_gpus})
+    modes = ("", ", compiled") if num_gpus else ("",)
+    for model, batch, mode in itertools.product(options.model, options.batch_size, modes):
+        single = f"{model}, batch {batch}, bfloat16, NHWC{mode}"
+        is_scaled = mode and (model, batch) == (options.model[0], options.batch_size[0])
+        for ranks in counts if is_scaled else [1]:
+            name = f"{single}, {ranks} processes" if ranks > 1 else single
+            folder = name.replace("/", "_")
+            command = f"{launcher(ranks)}train.py {model_options(options, model, batch)} {BFLOAT16}"
+            command += " --compile" if mode else ""
+            command += f" --lr 0.001 --epochs 2 --synthetic {options.steps * batch * ranks // 2}"
+            command += f" --print-freq {print_freq} --output-dir {there}/{shlex.quote(folder)}"
+            yield Row(name, [command], partial(read_run, folder), model, ranks, single)
 
 
-def image_rows(options: Namespace, folder: Path, crop: str, lines: int, num_gpus: int) -> Iterator[Row]:
+def image_rows(options: Namespace, common: str, there: str, num_gpus: int) -> Iterator[Row]:
     """Yield runs of the first model on real JPEGs: torchvision's script, ours with its options, ours at its best."""
-    batch, cores = options.batch_size[0], count_cores()
-    images = link_images(options.data_path, folder / "images", options.steps * batch)
-    common = f"--model {options.model[0]} --batch-size {batch} --device {options.device} {crop} --epochs 1 --lr 0.001"
-    common += f" --data-path {shlex.quote(str(images))} --print-freq {lines} --workers {min(cores, 16)}"
-    title, amp = f"{options.model[0]}, batch {batch}, JPEGs, {counted(cores, 'core')}", "--amp" if num_gpus else ""
+    batch, cores, precisions = options.batch_size[0], count_cores(), ["--amp", PRECISIONS[-1]] if num_gpus else [""]
+    common += f" --epochs 1 --lr 0.001 --workers {min(cores, 16)} --output-dir {there}"
+    title = f"{options.model[0]}, batch {batch}, JPEGs, {counted(cores, 'core')}"
     if references := os.environ.get("TORCHVISION_REFERENCES"):
-        command = f"{shlex.quote(references)}/train.py {common} {amp}"
-        yield Row(f"torchvision's train.py, {title}, {amp or 'float32'}", [command], partial(read_torchvisions, batch))
-    for name, precision in {"theirs": amp, "best": PRECISIONS[-1]}.items() if num_gpus else {"theirs": ""}.items():
-        command = f"train.py {common} {precision} --output-dir {shlex.quote(str(folder / name))}"
-        yield Row(f"{title}, {precision or 'float32'}", [command], partial(read_run, name))
+        command = f"{shlex.quote(references)}/train.py {common}/torchvision {precisions[0]}"
+        name = f"torchvision's train.py, {title}, {precisions[0] or 'float32'}"
+        yield Row(name, [command], partial(read_torchvisions, batch))
+    for number, precision in enumerate(precisions):
+        command = f"train.py {common}/jpegs-{number} {precision}"
+        yield Row(f"{title}, {precision or 'float32'}", [command], partial(read_run, f"jpegs-{number}"))
 
 
 def measure(row: Row, folder: Path, end_s: float) -> dict[str, Any] | None:
     """Run a row's commands; return its figures, or None and say why there are none."""
-    for command in row.commands:
-        try:
+    try:
+        for command in row.commands:
             words, left_s = [sys.executable, *shlex.split(command)], max(end_s - time.monotonic(), 1)
             done = subprocess.run(words, cwd=tool.ROOT, capture_output=True, text=True, timeout=left_s, check=False)
-        except subprocess.TimeoutExpired:
-            print(f"{row.name}: not measured: the {LIMIT_S // 60} minutes are over")
-            return None
-        (folder / "output.txt").write_text(done.stdout)
-        if done.returncode and row.read is not read_tests:
-            last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-            print(f"{row.name}: not measured: exit code {done.returncode}: {last}")
-            return None
-    try:
-        found = row.read(folder)
-    except (OSError, ValueError, LookupError, UserError) as error:
-        print(f"{row.name}: not measured: {type(error).__name__}: {error}")
-        return None
-    if found is None:
-        print(f"{row.name}: not measured: every test was skipped")
-    return found
+            (folder / "output.txt").write_text(done.stdout)
+            if done.returncode and row.read is not read_tests:
+                last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+                raise UserError(f"exit code {done.returncode}: {last}")
+        return row.read(folder)
+    except subprocess.TimeoutExpired:
+        reason = f"the {LIMIT_S // 60} minutes are over"
+    except UserError as error:
+        reason = str(error)
+    except (OSError, ValueError, LookupError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    print(f"{row.name}: not measured: {reason}")
+    return None
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -270,40 +264,35 @@ def as_text(found: dict[str, Any]) -> str:
     return "; ".join(form.format(found[name]) for name, form in FORMS.items() if name in found)
 
 
-def write_report(options: Namespace) -> int:
-    """Measure all rows, or those of --only, and write the JSON file and, for a GPU, the table.
-
-    Returns:
-        the number of rows that were measured.
-    """
+def write_report(options: Namespace) -> None:
+    """Measure all rows, or those of --only, and write the JSON file and, for a GPU, the table."""
     num_gpus = torch.cuda.device_count() if options.device.startswith("cuda") else 0
-    end_s = time.monotonic() + LIMIT_S
+    end_s, num_measured = time.monotonic() + LIMIT_S, 0
     environment = describe_environment(Namespace(device=options.device, world_size=max(num_gpus, 1)))
     before = read_json(options.json) if options.only else {}
     rows = before["rows"] if before.get("environment") == environment else {}
     report = {"date": time.strftime("%Y-%m-%d"), "processor": describe_processor()}
     report |= {"environment": environment, "device": options.device, "rows": rows}
-    num_measured = 0
     with tempfile.TemporaryDirectory() as name:
         for row in build_rows(options, Path(name), num_gpus):
-            found = measure(row, Path(name), end_s) if options.only in row.name else None
-            if found is not None:
+            if options.only in row.name and (found := measure(row, Path(name), end_s)):
                 judge(row, found, rows, environment.get("gpu", ""), options.crop)
                 print(f"{row.name}: {as_text(found)}", flush=True)
                 rows[row.name], num_measured = found, num_measured + 1
                 tool.write_report(options.json, report)
-    if num_gpus and num_measured:
+    if not num_measured:
+        raise UserError("nothing could be measured")
+    if num_gpus:
         place = f"{num_gpus} x {environment['gpu']}, torch {environment['torch']}"
         table = "".join(f"| {name} | {as_text(found)} |\n" for name, found in rows.items())
         table = f"| {place}, {options.model[0]}, batch {options.batch_size[0]} | result |\n|---|---|\n{table}"
         tool.replace_between(tool.ROOT / "docs" / "performance.md", BEGIN, END, table)
-    print(f"wrote {options.json}{' and the table in docs/performance.md' if num_gpus else ''}" * bool(num_measured))
-    return num_measured
+    print(f"wrote {options.json}{' and the table in docs/performance.md' if num_gpus else ''}")
 
 
 def main() -> None:
     """Measure what the command line asks for."""
-    parser = tool.build_parser(PROG, "[options]", __doc__, EXAMPLES)
+    parser = tool.build_parser(PROG, "[options]", __doc__)
     add = parser.add_argument
     add("--device", metavar="DEVICE", default="cuda", help="cuda, or cpu to try the command (default: cuda)")
     models = ["resnet50", "vit_b_16", "convnext_tiny"]
@@ -321,8 +310,7 @@ def main() -> None:
     def work() -> None:
         options = parser.parse_args()
         options.device = config.find_device(options)
-        if not write_report(options):
-            raise UserError("nothing could be measured")
+        write_report(options)
 
     tool.run(PROG, work, "interrupted; what was measured is in the --json file")
 

@@ -194,9 +194,8 @@ def write_tables(root: Path) -> None:
 def main() -> None:
     """Add the runs that the command line names, and write the tables."""
     parser = tool.build_parser(PROG, "[RUN ... --claim TEXT]", __doc__)
-    parser.add_argument(
-        "runs", metavar="RUN", type=tool.as_path, nargs="*", help="output folder of a finished run, or a log"
-    )
+    text = "output folder of a finished run, or a log"
+    parser.add_argument("runs", metavar="RUN", type=tool.as_path, nargs="*", help=text)
     parser.add_argument("--claim", metavar="TEXT", help="what the runs show, such as 'imagenette, 5 epochs'")
 
     def work() -> None:

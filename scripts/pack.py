@@ -1,4 +1,23 @@
-"""Write a smaller copy of a data set as tars that load faster: `python -m scripts.pack --data-path DIR OUT`."""
+"""Write a smaller copy of a data set as tars that load faster.
+
+Examples:
+  python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
+  python -m scripts.pack --data-path /data/imagenet s3://bucket/imagenet-256 --short-side 256
+  cd /data/imagenet-256 && sha256sum --check --quiet SHA256SUMS      # is every tar as it was written?
+
+OUT gets train-000000.tar, ..., val-000000.tar, ... manifest.json (counts, sizes, settings) and SHA256SUMS. `tar xf` of
+every shard into one folder gives back an image folder with the same names, classes and order. OUT may be the address of
+a bucket, s3://, gs:// or az://, to which every shard goes from memory; and a folder may be copied to a web server or a
+bucket as it is. train.py --data-path reads it there, by train.index.gz and val.index.gz (name, class, place and CRC-32
+of every image), which are written last. Every image is written as an RGB JPEG (4:2:0, pixels as stored, no metadata but
+EXIF's orientation, by which train.py --exif turns images). So scores differ: at 256 px EfficientNet-Lite0 has 87.3
+instead of 88.3 on 1,000 photographs, and pixels are 3 levels apart in the mean (docs/data.md). A name keeps its ending,
+even if x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool; `python -m
+scripts.check` names all of them beforehand.
+
+After an interruption of any kind run the same command again: it continues after the last whole shard. The files are the
+same, byte for byte, however often it was interrupted and whatever the number of workers.
+"""
 
 import argparse
 import errno
@@ -31,18 +50,7 @@ from loading.progress import Progress, size_text
 from loading.remote import encode_index, in_child, index_name, open_store, read_whole, retry_requests
 from loading.source import Source
 from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, parse_manifest
-from scripts.tool import (
-    add_train_option,
-    as_json,
-    as_path,
-    as_place,
-    build_parser,
-    check_outside,
-    in_order,
-    make_out,
-    positive,
-    run,
-)
+from scripts import tool
 from settings.options import BY_NAME
 
 PROG = "python -m scripts.pack"
@@ -58,26 +66,6 @@ QUALITY = 90  # of the JPEGs
 UPLOAD_S = 600.0  # for which a failing upload is tried again
 
 _RECORD = {"file": str, "images": int, "source_bytes": int, "bytes": int, "sha256": str}  # of a shard, in the manifest
-
-EPILOG = """\
-examples:
-  python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
-  python -m scripts.pack --data-path /data/imagenet s3://bucket/imagenet-256 --short-side 256
-  cd /data/imagenet-256 && sha256sum --check --quiet SHA256SUMS      # is every tar as it was written?
-
-OUT gets train-000000.tar, ..., val-000000.tar, ... manifest.json (counts, sizes, settings) and SHA256SUMS. `tar xf` of
-every shard into one folder gives back an image folder with the same names, classes and order. OUT may be the address of
-a bucket, s3://, gs:// or az://, to which every shard goes from memory; and a folder may be copied to a web server or a
-bucket as it is. train.py --data-path reads it there, by train.index.gz and val.index.gz (name, class, place and CRC-32
-of every image), which are written last. Every image is written as an RGB JPEG (4:2:0, pixels as stored, no metadata but
-EXIF's orientation, by which train.py --exif turns images). So scores differ: at 256 px EfficientNet-Lite0 has 87.3
-instead of 88.3 on 1,000 photographs, and pixels are 3 levels apart in the mean (docs/data.md). A name keeps its ending,
-even if x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool; `python -m
-scripts.check` names all of them beforehand.
-
-After an interruption of any kind run the same command again: it continues after the last whole shard. The files are the
-same, byte for byte, however often it was interrupted and whatever the number of workers.
-"""
 
 
 class Split:
@@ -315,7 +303,7 @@ class Pack:
             parts[split.name] = {"classes": len(split.source.classes), "shards": records}
         state = "complete" if is_complete else "writing"
         content = {"kind": PACK_KIND, "format": PACK_FORMAT, "state": state, "facts": self.facts, "splits": parts}
-        self.out.write(PACK_MANIFEST, as_json(content))
+        self.out.write(PACK_MANIFEST, tool.as_json(content))
 
     def write(self) -> None:
         """Write the missing shards, one after the other, from images that workers pack."""
@@ -329,7 +317,7 @@ class Pack:
         num_images = sum(len(split.names) for split in self.splits)
         num_done = num_images - sum(shard.stop - shard.start for shard in missing)
         progress = Progress(f"packing into {self.out}", num_images, "images", first=num_done)
-        results = chain.from_iterable(in_order(partial(pack_images, options), tasks, options.workers))
+        results = chain.from_iterable(tool.in_order(partial(pack_images, options), tasks, options.workers))
         for shard in missing:
             self.save()
             content, record = build_shard(shard, results, progress)
@@ -396,7 +384,7 @@ def pack(options: argparse.Namespace) -> None:
     is_bucket = isinstance(options.out, str)
     out, turn = (Bucket if is_bucket else Folder)(options.out), nullcontext()
     if not is_bucket:
-        make_out(out.path)
+        tool.make_out(out.path)
         turn = locked(out.path / "pack.lock", f"waiting for another process that packs into {out}")
     with turn:
         earlier = own_manifest(out)
@@ -423,19 +411,20 @@ def summarize(manifest: dict) -> None:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    usage = "--data-path DIR OUT --short-side PX [options]"
-    parser = build_parser(PROG, usage, "Write a smaller copy of a data set as tars that load faster.", EPILOG)
+    parser = tool.build_parser(PROG, "--data-path DIR OUT --short-side PX [options]", __doc__)
     add, cores = parser.add_argument, collectives.count_cores()
-    add("out", metavar="OUT", type=as_place, help="folder or s3://... for the pack: new, empty, or holding one")
-    add("--data-path", metavar="DIR", type=as_path, required=True, help="as train.py's --data-path")
+    add("out", metavar="OUT", type=tool.as_place, help="folder or s3://... for the pack: new, empty, or holding one")
+    add("--data-path", metavar="DIR", type=tool.as_path, required=True, help="as train.py's --data-path")
     words = "shrink so that the shorter side is at most PX"
-    add("--short-side", metavar="PX", type=positive, required=True, help=words)
+    add("--short-side", metavar="PX", type=tool.positive, required=True, help=words)
     words = "MiB of source files per tar (default: 512); shrunk images make the tar smaller"
-    add("--shard-mib", metavar="MIB", type=positive, default=512, help=words)
-    add_train_option(parser, "grey_range", "as train.py's, which then reads the pack only with the same --grey-range")
-    add_train_option(parser, "multi_label", "as train.py's: the data are lists whose images have several labels")
-    add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
-    add("--workers", metavar="N", type=positive, default=cores, help="processes that pack images (default: 1 per core)")
+    add("--shard-mib", metavar="MIB", type=tool.positive, default=512, help=words)
+    words = "as train.py's, which then reads the pack only with the same --grey-range"
+    tool.add_train_option(parser, "grey_range", words)
+    tool.add_train_option(parser, "multi_label", "as train.py's: the data are lists whose images have several labels")
+    tool.add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
+    words = "processes that pack images (default: 1 per core)"
+    add("--workers", metavar="N", type=tool.positive, default=cores, help=words)
     return parser
 
 
@@ -448,7 +437,7 @@ def work() -> None:
     for name in options.splits:
         check_source(options.data_path / name)
         if isinstance(options.out, Path):
-            check_outside(options.out, options.data_path / name)
+            tool.check_outside(options.out, options.data_path / name)
     if len(options.splits) == 1:
         print(one_line(f"val: left out, for {options.data_path} has none"))
     pack(options)
@@ -456,7 +445,7 @@ def work() -> None:
 
 def main() -> None:
     """Run the command line."""
-    run(PROG, work, "interrupted; the same command continues after the last whole shard")
+    tool.run(PROG, work, "interrupted; the same command continues after the last whole shard")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from loading.source import IMG_EXTENSIONS, PHONE_EXTENSIONS
 from presets import ClassificationPresetEval
 from scripts.report import page, show_images, table
 from scripts.tool import as_json, as_path, build_parser, clean_stdout, output_file, positive, run, write_output
-from scripts.trained import add_machine_options, add_options, open_from_options, tool_options
+from scripts.trained import add_machine_options, add_options, check_finite, open_from_options, tool_options
 
 PROG = "python -m scripts.predict"
 
@@ -143,8 +143,7 @@ def _top(
     """
     with torch.no_grad():
         logits = model(images).cpu().double()  # Apple's GPUs have no float64
-    if not logits.isfinite().all():
-        raise UserError(f"the scores of {options.checkpoint} are not finite: its weights are broken", exit_code=5)
+    check_finite(logits, options.checkpoint)
     # Of equal logits the first class is better, as for argmax.
     order = logits.argsort(dim=1, descending=True, stable=True)[:, : options.topk]
     probabilities = (logits.sigmoid() if is_multi_label else logits.softmax(dim=1)).gather(1, order)

@@ -379,9 +379,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = build_parser(PROG, "SOURCE [SOURCE ...] OUT [options]", __doc__)
     parser.add_argument("sources", metavar="SOURCE", nargs="+", type=as_path, help="archive, or folder that holds some")
     parser.add_argument("out", metavar="OUT", type=as_path, help="folder that gets train/ and val/; made if need be")
-    parser.add_argument(
-        "--splits", nargs="+", choices=["train", "val"], help="splits to write (default: those in the sources)"
-    )
+    text = "splits to write (default: those in the sources)"
+    parser.add_argument("--splits", nargs="+", choices=["train", "val"], help=text)
     parser.add_argument("--skip-md5", action="store_true", help="do not compare the official archives with their MD5")
     return parser
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy
@@ -51,26 +52,8 @@ PANELS = {
 }  # fmt: skip
 _LARGEST = 32 << 20
 
-# With this policy the browser itself refuses to load anything from elsewhere.
-HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>
-:root {{ color-scheme: light dark; --line: #ddd; --box: #f7f7f7 }}
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em }}
-h1, h2, td:first-child, figure, p {{ overflow-wrap: anywhere }} h1 {{ font-size: 1.6em }}
-table {{ border-collapse: collapse; display: block; max-width: 100%; overflow-x: auto }}
-td, th {{ border: 1px solid var(--line); padding: 2px 9px; text-align: left; min-width: 3em }}
-div {{ display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start }} div > table {{ flex: 1 1 300px }}
-figure {{ margin: 0; width: 160px; font-size: 13px }}
-.curves {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)) }}
-summary {{ cursor: pointer; font-weight: bold; margin: 1em 0 }} i {{ font-style: normal; font-weight: bold }}
-pre {{ background: var(--box); overflow: auto; padding: 0.8em }} img {{ max-width: 100%; min-width: 0 }}
-@media (prefers-color-scheme: dark) {{
-:root {{ --line: #444; --box: #222 }} body {{ background: #151515; color: #ddd }}
-img[src^="data:image/svg"], i {{ filter: invert(0.92) hue-rotate(180deg) }} a {{ color: #8ab4f8 }}
-}}
-</style></head><body><h1>{title}</h1>
-"""
+# Its policy has the browser itself refuse to load anything from elsewhere.
+PAGE = Path(__file__).with_name("page.html")
 
 
 class LoggedRun:
@@ -267,7 +250,8 @@ def show_images(shown: Iterable[tuple[Image.Image, list[str]]], folder: Path) ->
 def page(title: str, sections: dict[str, str]) -> bytes:
     """Return a whole page with a section for each title that has content."""
     body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections.items() if content)
-    return f"{HEAD.format(title=escape(title))}{body}</body></html>\n".encode(errors="backslashreplace")
+    template = Template(PAGE.read_text(encoding="utf-8"))
+    return template.substitute(title=escape(title), body=body).encode(errors="backslashreplace")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -291,9 +275,7 @@ def epochs_table(run: LoggedRun) -> str:
     epochs, columns, rows, end_s = {}, [("epoch", "lr"), *itertools.product(kinds, results_in([run]))], [], 0.0
     for record in run.records:
         epochs.setdefault(record["epoch"], {})[record["kind"]] = record
-    columns = [
-        (k, name) for k, name in columns if any(last.get(k, {}).get(name) is not None for last in epochs.values())
-    ]
+    columns = [(k, n) for k, n in columns if any(last.get(k, {}).get(n) is not None for last in epochs.values())]
     for number, last in epochs.items():
         final = max(last.values(), key=lambda record: record["step"])
         begin_s, end_s = end_s, 3600 * (final.get("hours") or math.nan)
@@ -383,9 +365,8 @@ def describe_result(run: LoggedRun) -> str:
         own = str(run.options.get("best-metric"))
         if metric == best_metric(run) and own not in CURVES and (points := run.points(kind, own)):
             step, last = list(points.items())[-1]
-            rows.append(
-                [f"{own}, which chooses best.pth, {kinds_in([run])[kind]}, last", f"{last:.4g}, after step {step}"]
-            )
+            name = f"{own}, which chooses best.pth, {kinds_in([run])[kind]}, last"
+            rows.append([name, f"{last:.4g}, after step {step}"])
     rates = run.points("train", "images_per_s").values()
     rows.append(["state", " ".join(str(status.get(name, "")) for name in ("state", "reason"))])
     rows += [["time", run.took], ["of which", where_time_went(run)]]
@@ -475,11 +456,10 @@ def write_report(folders: list[Path], out: Path | None = None) -> Path:
 def main() -> None:
     """Write the page about the runs that the command line names."""
     parser = tool.build_parser(PROG, "RUN [RUN ...] [--out FILE]", __doc__)
-    parser.add_argument(
-        "runs", metavar="RUN", type=tool.as_path, nargs="+", help="output folder of a run, such as runs/digits"
-    )
-    where = "the page (default: report.html in the run's folder; of several runs, comparison.html in this folder)"
-    parser.add_argument("--out", metavar="FILE", type=tool.output_file(".html", ".htm"), help=where)
+    text = "output folder of a run, such as runs/digits"
+    parser.add_argument("runs", metavar="RUN", type=tool.as_path, nargs="+", help=text)
+    text = "the page (default: report.html in the run's folder; of several runs, comparison.html in this folder)"
+    parser.add_argument("--out", metavar="FILE", type=tool.output_file(".html", ".htm"), help=text)
 
     def work() -> None:
         options = parser.parse_args()

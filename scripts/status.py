@@ -1,4 +1,13 @@
-"""Say of each run under some folders whether it lives, and how far it is: `python -m scripts.status RUNS...`."""
+"""Say of each run under some folders whether it lives, and how far it is.
+
+Examples:
+  python -m scripts.status runs                                   # every run in runs/, however deep
+  python -m scripts.status runs/resnet50 --json
+
+A run renews its status.json every 20 seconds. States beside those of the file (docs/runs.md): `stale`, no renewal for
+--stale seconds: the process was killed or stopped, or its disk hangs; `stuck`, no step or batch for --stuck seconds.
+The exit code is 1 if a run is stale, stuck, failed or refused, else 0.
+"""
 
 import argparse
 import os
@@ -14,14 +23,6 @@ from monitoring.monitor import OF_TRAINING, read_records
 from scripts.tool import as_json, as_path, build_parser, positive, run
 
 PROG = "python -m scripts.status"
-EXAMPLES = """examples:
-  python -m scripts.status runs                                   # every run in runs/, however deep
-  python -m scripts.status runs/resnet50 --json
-
-A run renews its status.json every 20 seconds. States beside those of the file (docs/runs.md): `stale`, no renewal for
---stale seconds: the process was killed or stopped, or its disk hangs; `stuck`, no step or batch for --stuck seconds.
-The exit code is 1 if a run is stale, stuck, failed or refused, else 0.
-"""
 BAD = ("stale", "stuck", "failed", "refused", "unknown")
 
 
@@ -74,9 +75,8 @@ def table_of(runs: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the table."""
     rows = [["run", "state", "heartbeat", "step", "left", "newest result", "reason"]]
     for each in runs:
-        times = (duration(each.get(name) or float("nan")) for name in ("heartbeat_age_s", "left_s"))
+        heartbeat, left = (duration(each.get(name) or float("nan")) for name in ("heartbeat_age_s", "left_s"))
         steps = "/".join(f"{each[name]:,}" for name in ("step", "steps") if each[name] is not None)
-        heartbeat, left = times
         left = left if each["state"] == "running" else "--"
         rows.append([each["run"], each["state"], heartbeat, steps, left, each["result"], each["reason"]])
     return aligned(rows, to_left=(0, 1, 5, 6))
@@ -84,8 +84,7 @@ def table_of(runs: list[dict[str, Any]]) -> list[str]:
 
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's options."""
-    about = "Say of each run under some folders whether it lives, and how far it is."
-    parser = build_parser(PROG, "RUNS... [options]", about, EXAMPLES)
+    parser = build_parser(PROG, "RUNS... [options]", __doc__)
     add = parser.add_argument
     add("runs", metavar="RUNS", nargs="+", type=as_path, help="an --output-dir, or a folder above several")
     words = "seconds without a renewal after which a run is stale (default: 60)"

@@ -30,10 +30,10 @@ _WRONG_PATH = {
 }  # fmt: skip
 
 
-def build_parser(prog: str, usage: str, about: str | None, examples: str = "") -> argparse.ArgumentParser:
+def build_parser(prog: str, usage: str, about: str | None, more: str = "") -> argparse.ArgumentParser:
     """Return a parser without options; `usage` follows the command.
 
-    `about` is the docstring of the tool: its first paragraph comes before the options, the others and `examples` after
+    `about` is the docstring of the tool: its first paragraph comes before the options, the others and `more` after
     them. It is None under `python -OO`.
     """
     description, _, rest = (about or "").partition("\n\n")
@@ -41,7 +41,7 @@ def build_parser(prog: str, usage: str, about: str | None, examples: str = "") -
         prog=prog,
         usage=f"{prog} {usage}",
         description=description,
-        epilog=f"{rest}\n\n{examples}".strip(),
+        epilog=f"{rest}\n{more}".strip(),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

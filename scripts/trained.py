@@ -137,6 +137,12 @@ def open_from_options(options: argparse.Namespace, *, is_predicting: bool = Fals
     return trained
 
 
+def check_finite(logits: Tensor, source: str) -> None:
+    """Raise UserError if a model's scores are not finite."""
+    if not logits.isfinite().all():
+        raise UserError(f"the scores of {source} are not finite: its weights are broken", exit_code=5)
+
+
 def show_preprocessing(trained: Trained) -> None:
     """Print how a model's images are prepared."""
     print(preprocessing_line(trained.args, trained.origin))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from errors import UserError
 from scripts import gpu_report, tool
 from scripts.gpu_report import Row
 from settings import config
@@ -54,12 +55,12 @@ def test_readers_tell_a_good_result_from_a_bad_one(tmp_path):
         (tmp_path / name).mkdir()
         torch.save({"model": {"a": torch.tensor(value), "b": torch.tensor(0.0)}}, tmp_path / name / "checkpoint.pth")
     assert gpu_report.read_resume(tmp_path) == {"result": "1 of 2 tensors differ"}
-    for counts, expected in {
-        'tests="5" failures="1" errors="1" skipped="2"': {"result": "1 passed, 2 failed, 2 skipped"},
-        'tests="5" failures="0" errors="0" skipped="5"': None,
-    }.items():
-        (tmp_path / "tests.xml").write_text(f"<testsuites><testsuite {counts}/></testsuites>")
-        assert gpu_report.read_tests(tmp_path) == expected
+    suite = "<testsuites><testsuite tests='5' failures='{0}' errors='{0}' skipped='{1}'/></testsuites>"
+    (tmp_path / "tests.xml").write_text(suite.format(1, 2))
+    assert gpu_report.read_tests(tmp_path) == {"result": "1 passed, 2 failed, 2 skipped"}
+    (tmp_path / "tests.xml").write_text(suite.format(0, 5))
+    with pytest.raises(UserError, match="every test was skipped"):
+        gpu_report.read_tests(tmp_path)
 
 
 def test_a_runs_figures_are_of_all_lines_but_the_first(tmp_path):
