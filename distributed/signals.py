@@ -142,15 +142,19 @@ def end_with_parent(number: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def silence_libraries() -> None:
+    """Let only Python reach standard error: decoders in C write about images without naming them."""
+    sys.stderr = open(os.dup(2), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
 def start_worker(worker: int) -> None:
     """Prepare a loader process: it ends with its parent or at its parent's request, and at no other signal.
 
     torchrun and terminals signal the whole process group, and the loss of a loader process would end the run before it
     could save. On SIGUSR2, from the stall watchdog, it prints its Python stacks. Off Linux it ends at any SIGTERM.
-    Decoders in C write about images without naming them: only Python still reaches standard error.
     """
-    sys.stderr = open(os.dup(2), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    silence_libraries()
     faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     for number in SIGNALS:
         if number != signal.SIGTERM:

@@ -380,15 +380,15 @@ def _cut(image: Image.Image, box: Box, orientation: int) -> Image.Image:
 _jpeg_decoder: Callable[..., Tensor] | None = None  # TorchCodec's, in processes that use it
 
 
-def use_torchcodec() -> None:
+def use_torchcodec(is_used: bool = True) -> None:
     """Decode usual JPEGs by TorchCodec in this process, with the same bits: 1.15 times as fast as Pillow.
 
     Its C library writes lines about shortened files to standard error, so it is for loader processes, whose leads
     nowhere.
     """
     global _jpeg_decoder  # noqa: PLW0603
-    if find_torchcodec():
-        _jpeg_decoder = importlib.import_module("torchcodec.decoders").decode_jpeg
+    is_used = is_used and find_torchcodec()
+    _jpeg_decoder = importlib.import_module("torchcodec.decoders").decode_jpeg if is_used else None
 
 
 def _decode_fast(payload: bytes | bytearray, frame: Frame, box: Box) -> Tensor | None:

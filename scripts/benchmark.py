@@ -1,6 +1,7 @@
 """Measure speed side by side.
 
-loader   images from files and packs, and by torchvision's own preset from the same files: CPU time of one thread
+loader   images from files and packs, and by torchvision's own preset from the same files: CPU time of one thread;
+         by TorchCodec too, where it is installed, as loader processes decode
 step     a training step and the same arithmetic with nothing around it; on several processes the step with DDP, the
          arithmetic with nothing sent, and the step with --use-deterministic-algorithms
 
@@ -34,6 +35,7 @@ import train
 import utils
 from distributed import collectives
 from distributed.launch import read_launch
+from distributed.signals import silence_libraries
 from errors import UserError
 from loading import decode
 from loading.forms import open_split
@@ -94,8 +96,9 @@ def torchvisions_images(folder: Path, split: str) -> torch.utils.data.Dataset:
     )
 
 
-def load_all(load: Callable[[int], Any], numbers: list[int], split: str) -> int:
+def load_all(load: Callable[[int], Any], numbers: list[int], split: str, is_fast: bool = False) -> int:
     """Load images in this thread, those of train with new draws each time; return their number."""
+    decode.use_torchcodec(is_fast)
     epoch = time.monotonic_ns() % 2**32
     for number in numbers:
         load(SampleKey(number, epoch) if split == "train" else number)
@@ -105,6 +108,7 @@ def load_all(load: Callable[[int], Any], numbers: list[int], split: str) -> int:
 def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Compare loading evenly spaced images from files and packs with torchvision's preset on the files."""
     torch.set_num_threads(1)
+    silence_libraries()
     figures = {}
     for place, split in enumerate(("train", "val")):
         theirs = torchvisions_images(options.data_path, split)
@@ -117,6 +121,8 @@ def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, 
             if len(images) != len(theirs):
                 raise UserError(f"{folder} has {len(images)} images in {split}, and --data-path has {len(theirs)}")
             ways[str(folder)] = partial(load_all, images.load, numbers, split)
+            if config.find_torchcodec():  # as in loader processes
+                ways[f"{folder}, torchcodec"] = partial(load_all, images.load, numbers, split, is_fast=True)
         rates = interleave(ways, options.rounds, time.process_time)
         pairs = [(name, "torchvision") for name in list(ways)[1:]]
         figures[split] = compare(f"{split} images, one thread, CPU time", rates, *pairs)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from scripts import benchmark
+from settings import config
 from tests.exports import run_tool
 from tests.ranks import module_rank, run_ranks
 
@@ -29,7 +30,8 @@ def check_figures(tmp_path, ratios, *argv, num_ranks=1, part=None):
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_loader(image_folder, tmp_path, split):
     command = ["loader", "--data-path", image_folder, "--rounds", 2, "--images", 5]
-    check_figures(tmp_path, [f"{image_folder} / torchvision"], *command, part=split)
+    ways = [str(image_folder)] + [f"{image_folder}, torchcodec"] * bool(config.find_torchcodec())
+    check_figures(tmp_path, [f"{way} / torchvision" for way in ways], *command, part=split)
 
 
 def test_step(tmp_path):
