@@ -227,11 +227,12 @@ def tar_members(
 
     UserError if it is truncated, damaged or no tar, or a name in it points outside its folder.
     """
-    position = start
+    position = following = start
     file.seek(start)
     try:
         archive = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
         while (member := archive.next()) is not None:
+            following = archive.offset
             # A negative size would lead back to an earlier member, in an endless loop.
             if member.size < 0 or member.offset < position or member.offset_data + member.size > end:
                 raise tarfile.ReadError(f"member {member.name!r} is incomplete")
@@ -240,9 +241,9 @@ def tar_members(
             if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):
                 raise UserError(f"{path} holds {member.name!r}, which points outside the folder; such a tar is refused")
             yield member
-        # tarfile takes an unreadable header, unless it is the first, for the end.
-        file.seek(archive.offset)
-        if archive.offset + tarfile.BLOCKSIZE > end or any(file.read(tarfile.BLOCKSIZE)):
+        # tarfile takes an unreadable header, unless it is the first, for the end; Python 3.14 skips what follows it.
+        file.seek(following)
+        if following + tarfile.BLOCKSIZE > end or any(file.read(tarfile.BLOCKSIZE)):
             raise tarfile.ReadError("its end is missing")
     except UserError:
         raise

@@ -298,13 +298,18 @@ def loop(args, loaded, model, wrapped, collate_fn=None):
     return results, [group["lr"] for group in optimizer.param_groups]
 
 
+def mixed(mix, batch):
+    """Collate and mix: a function that Python 3.14, which starts loader processes anew, can send to them."""
+    return mix(*default_collate(batch))
+
+
 def own_loop(place):
     args = place.args()
     utils.mkdir(args.output_dir)
     loaded = place.load()
     mix = transforms.get_mixup_cutmix(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=NUM_CLASSES, use_v2=False)
     model = torchvision.models.get_model(args.model, weights=None, num_classes=len(loaded[0].classes))
-    results, rates = loop(args, loaded, model, model, lambda batch: mix(*default_collate(batch)))
+    results, rates = loop(args, loaded, model, model, partial(mixed, mix))
     return [[type(result).__name__ for result in results], rates, checkpoint_of(Path(args.output_dir))]
 
 
