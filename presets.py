@@ -430,12 +430,13 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
         with in_one_line(f"--auto-augment {policy}"):
             policy = load_function("auto_augment", args)()
             image = Image.effect_noise((args.train_crop_size, args.train_crop_size), 64).convert("RGB")
-            for seed in range(8):
-                if len({seed_host(seed) or own_policy(policy)(image.copy()).tobytes() for _ in range(2)}) > 1:
-                    raise UserError(
-                        "different pixels with the same seed: use only the generators of torch, numpy or "
-                        "random, and keep no state"
-                    )
+            twice = (
+                {seed_host(seed) or own_policy(policy)(image.copy()).tobytes() for _ in range(2)} for seed in range(8)
+            )
+            if any(len(pixels) > 1 for pixels in twice):
+                raise UserError(
+                    "different pixels with the same seed: draw by torch, numpy or random, and keep no state"
+                )
     training = {"auto_augment_policy": policy, "random_erase_prob": args.random_erase, "crop_mode": "random"}
     if args.train_crop_mode == "whole":
         training["crop_mode"] = "border" if args.crop_mode == "border" else "squash"
