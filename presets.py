@@ -423,21 +423,22 @@ def _span(size: int, new_size: int, crop_size: int, mode: str) -> tuple[int, int
     return size if end * new_size // size == end else end, cut
 
 
+def find_policy(args: Any) -> Any:
+    """Return the value of `--auto-augment`; for FILE.py:FUNCTION what the function returns, tried on some images."""
+    if not split_custom(args.auto_augment or ""):
+        return args.auto_augment
+    with in_one_line(f"--auto-augment {args.auto_augment}"):
+        policy = load_function("auto_augment", args)()
+        image = Image.effect_noise((args.train_crop_size, args.train_crop_size), 64).convert("RGB")
+        for seed in range(8):
+            if len({seed_host(seed) or own_policy(policy)(image.copy()).tobytes() for _ in range(2)}) > 1:
+                raise UserError("different pixels with the same seed: draw by torch, numpy or random; keep no state")
+    return policy
+
+
 def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, ClassificationPresetEval]:
     """Return the presets for training and for evaluation."""
-    policy = args.auto_augment
-    if policy is not None and split_custom(policy):
-        with in_one_line(f"--auto-augment {policy}"):
-            policy = load_function("auto_augment", args)()
-            image = Image.effect_noise((args.train_crop_size, args.train_crop_size), 64).convert("RGB")
-            twice = (
-                {seed_host(seed) or own_policy(policy)(image.copy()).tobytes() for _ in range(2)} for seed in range(8)
-            )
-            if any(len(pixels) > 1 for pixels in twice):
-                raise UserError(
-                    "different pixels with the same seed: draw by torch, numpy or random, and keep no state"
-                )
-    training = {"auto_augment_policy": policy, "random_erase_prob": args.random_erase, "crop_mode": "random"}
+    training = {"auto_augment_policy": find_policy(args), "random_erase_prob": args.random_erase, "crop_mode": "random"}
     if args.train_crop_mode == "whole":
         training["crop_mode"] = "border" if args.crop_mode == "border" else "squash"
 
