@@ -381,7 +381,7 @@ class ClassificationPresetEval(_Preset):
     Args:
         crop_size: side of the square that comes out, px.
         resize_size: shorter side before the cut, px; with other crop modes see there.
-        mean: this and all arguments after it but `crop_mode` are those of `ClassificationPresetTrain`.
+        mean: this and all other arguments but `crop_mode` are those of `ClassificationPresetTrain`.
         crop_mode: as timm's: `center`; `squash`, both sides are resized to `resize_size`; `border`, the longer side is,
             and the mean colour fills the rest of the square.
     """
