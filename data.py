@@ -310,13 +310,8 @@ def _assign_plain(traindir: str, args: Any) -> Assigned:
 
 def build_loader(dataset: Dataset, sampler: Any, args: Resolved) -> BatchLoader:
     """Return a loader of uint8 batches in the sampler's order; its processes live as long as the loader."""
-    return BatchLoader(
-        dataset,
-        sampler,
-        num_workers=args.workers,
-        batch_bytes=largest_batch_bytes(args),
-        pin_memory=torch.device(args.device).type != "cpu",
-    )
+    options = {"num_workers": args.workers, "pin_memory": torch.device(args.device).type != "cpu"}
+    return BatchLoader(dataset, sampler, batch_bytes=largest_batch_bytes(args), **options)
 
 
 class Loading(NamedTuple):
@@ -455,13 +450,12 @@ def build_batch_transforms(
     device = device or torch.device(args.device)
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     normalize = transforms.Normalize(args.mean, args.std, device, memory_format)
+    training = transforms.BatchTransform(normalize, mix_off_epoch=args.mixup_off_epoch)
+    if args.augment and args.random_erase > 0:
+        training.erase = transforms.RandomErasing(args.random_erase, is_noisy=args.random_erase_fill == "pixel")
     alphas = {"mixup_alpha": args.mixup_alpha, "cutmix_alpha": args.cutmix_alpha}
     odds = {"prob": args.mixup_prob, "switch_prob": args.mixup_switch_prob}
-    mix = transforms.get_mixup_cutmix(**alphas, num_classes=num_classes, mode=args.mixup_mode, **odds)
-    is_noisy = args.random_erase_fill == "pixel"
-    has_erasing = args.augment and args.random_erase > 0
-    erase = transforms.RandomErasing(args.random_erase, is_noisy=is_noisy) if has_erasing else None
-    training = transforms.BatchTransform(normalize, erase, mix, args.mixup_off_epoch)
+    training.mix = transforms.get_mixup_cutmix(**alphas, num_classes=num_classes, mode=args.mixup_mode, **odds)
     return training, transforms.BatchTransform(normalize)
 
 

@@ -67,9 +67,8 @@ def rank_classes(output: Tensor | tuple[Tensor, ...], target: Tensor, k: int) ->
     log_probability = output.log_softmax(dim=1)
     place = order.eq(target[:, None]).int().argmax(dim=1, keepdim=True)
     best = order[:, :k]
-    return torch.cat(
-        [place, -log_probability.gather(1, target[:, None]), best, log_probability.gather(1, best).exp()], dim=1
-    )
+    probability = log_probability.gather(1, best).exp()
+    return torch.cat([place, -log_probability.gather(1, target[:, None]), best, probability], dim=1)
 
 
 def calibration_error(confidence: numpy.ndarray, is_hit: numpy.ndarray, num_bins: int = 15) -> float:

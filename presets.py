@@ -7,15 +7,16 @@ and random erasing are cheaper on whole batches on the device, where `transforms
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, ClassVar
 
 import numpy
 import torch
 from PIL import Image, ImageOps
 from torch.nn import functional as F
 from torchvision import transforms
-from torchvision.transforms import InterpolationMode, autoaugment, functional
+from torchvision.transforms import InterpolationMode, autoaugment, functional, v2
 
 from errors import ImageError, UserError, in_one_line, one_line, require_timm
 from loading.decode import MODES, Decoding, ImageFile, decode_plainly, resized_size
@@ -87,41 +88,43 @@ def draw_box(height: int, width: int, smallest: float, draws: Draws | TorchDraws
     return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
+@dataclass(kw_only=True, eq=False)
 class _Preset:
-    """A list of transforms of a PIL image, and a faster way to nearly the same pixels: `_load_fast`.
+    """A list of transforms of a PIL image, those of `_steps`, and a faster way to nearly the same pixels: `_load_fast`.
 
     A preset's `takes_draws` tells whether `load` draws from its argument `draws` alone.
     """
 
-    def __init__(
-        self,
-        steps: list,
-        backend: str | None,
-        interpolation: InterpolationMode,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        random_erase_prob: float = 0.0,
-        random_erase_fill: str = "zero",
-        in_chans: int = 3,
-        exif: bool = False,
-        grey_range: Sequence[int] | None = None,
-    ) -> None:
-        backend = backend and backend.lower()
-        if backend not in ("pil", "tensor", None):
-            raise ValueError(f"backend {backend!r}: expected 'pil', 'tensor' or None")
-        to_tensor = transforms.PILToTensor()
-        steps = [to_tensor, *steps] if backend == "tensor" else [*steps, to_tensor]
-        finish = [transforms.ConvertImageDtype(torch.float), transforms.Normalize(mean, std)]
-        if random_erase_prob > 0:
-            fill = "random" if random_erase_fill == "pixel" else 0
-            finish.append(transforms.RandomErasing(random_erase_prob, value=fill))
+    crop_size: int
+    mean: Sequence[float] = IMAGENET_MEAN
+    std: Sequence[float] = IMAGENET_STD
+    interpolation: InterpolationMode = InterpolationMode.BILINEAR
+    backend: str | None = None
+    use_v2: bool = False
+    in_chans: int = 3
+    exif: bool = False
+    grey_range: Sequence[int] | None = None
+    crop_mode: str
+    random_erase_prob: ClassVar[float] = 0.0
+    crop_modes: ClassVar[tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        self.backend = self.backend and self.backend.lower()
+        for name, known in (("backend", ("pil", "tensor", None)), ("crop_mode", self.crop_modes)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r}: expected one of {', '.join(map(repr, known))}")
+        steps, to_tensor = self._steps(), transforms.PILToTensor()
+        steps = [to_tensor, *steps] if self.backend == "tensor" else [*steps, to_tensor]
+        finish = [transforms.ConvertImageDtype(torch.float), transforms.Normalize(self.mean, self.std)]
+        if self.random_erase_prob > 0:
+            fill = "random" if self.random_erase_fill == "pixel" else 0
+            finish.append(transforms.RandomErasing(self.random_erase_prob, value=fill))
         self.transforms = transforms.Compose([*steps, *finish])  # torchvision's; split in two below
         self.to_pixels, self.finish = transforms.Compose(steps), transforms.Compose(finish)
-        self.random_erase_prob = random_erase_prob
         # Pillow weighs colours by alpha when it resizes, and torch does not.
-        self.fast_mode = _RESIZABLE.get(interpolation) if backend is None and in_chans != 4 else None
-        self.decoding = Decoding(MODES[in_chans], exif, grey_range)
-        self.mean, self.std = mean, std
+        is_fast = self.backend is None and self.in_chans != 4
+        self.fast_mode = _RESIZABLE.get(self.interpolation) if is_fast else None
+        self.decoding = Decoding(MODES[self.in_chans], self.exif, self.grey_range)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Return (in_chans, crop_size, crop_size) float32, normalised, as torchvision's preset does.
@@ -133,6 +136,27 @@ class _Preset:
     def pixels(self, image: Image.Image) -> torch.Tensor:
         """Return an image as (in_chans, crop_size, crop_size) uint8, drawing from the process's generators."""
         return self.to_pixels(image)
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and the width to which an image is resized before the cut."""
+        if self.crop_mode == "border":  # rounded as in timm
+            ratio = max(height, width) / self.resize_size
+            return max(round(height / ratio), 1), max(round(width / ratio), 1)
+        if self.crop_mode == "center":
+            return resized_size(height, width, self.resize_size)
+        return self.resize_size, self.resize_size
+
+    def _resize(self, image: Image.Image | torch.Tensor) -> Image.Image | torch.Tensor:
+        _, height, width = functional.get_dimensions(image)
+        return functional.resize(image, self._resized(height, width), self.interpolation, antialias=True)
+
+    def _cut(self, image: Image.Image | torch.Tensor) -> Image.Image | torch.Tensor:
+        """Return the centre of an image; beside a smaller one all is black or, with a `border`, the mean colour."""
+        if self.crop_mode == "border":
+            rows, columns = (max(self.crop_size - side, 0) for side in functional.get_dimensions(image)[1:])
+            padding = [columns // 2, rows // 2, columns - columns // 2, rows - rows // 2]
+            image = v2.functional.pad(image, padding, [round(255 * value) for value in self.mean])
+        return functional.center_crop(image, self.crop_size)
 
     def load(self, payload: bytes, draws: Draws | None = None) -> torch.Tensor:
         """Return a file's image as (in_chans, crop_size, crop_size) uint8, decoding no more of it than is needed.
@@ -150,6 +174,7 @@ class _Preset:
         return self._load_fast(ImageFile(payload, self.decoding), draws or TorchDraws())
 
 
+@dataclass(kw_only=True, eq=False)
 class ClassificationPresetTrain(_Preset):
     """Random crop and flip, then the augmentation policy, with torchvision's defaults, boxes and flips.
 
@@ -175,60 +200,56 @@ class ClassificationPresetTrain(_Preset):
         crop_mode: `random`, or the whole image: `squash` or `border`, as in `ClassificationPresetEval`.
     """
 
-    def __init__(
-        self,
-        *,
-        crop_size: int,
-        mean: tuple[float, ...] = IMAGENET_MEAN,
-        std: tuple[float, ...] = IMAGENET_STD,
-        interpolation: InterpolationMode = InterpolationMode.BILINEAR,
-        hflip_prob: float = 0.5,
-        crop_scale: float = 0.08,
-        auto_augment_policy: str | None = None,
-        ra_magnitude: int = 9,
-        augmix_severity: int = 3,
-        random_erase_prob: float = 0.0,
-        random_erase_fill: str = "zero",
-        color_jitter: float = 0.0,
-        grayscale_prob: float = 0.0,
-        blur_prob: float = 0.0,
-        backend: str | None = None,
-        use_v2: bool = False,
-        in_chans: int = 3,
-        exif: bool = False,
-        grey_range: Sequence[int] | None = None,
-        crop_mode: str = "random",
-    ) -> None:
-        how = {"interpolation": interpolation, "antialias": True}
-        if crop_mode == "border":
-            steps = _with_border(crop_size, crop_size, interpolation, mean)
-        elif crop_mode == "squash":
-            steps = [transforms.Resize([crop_size, crop_size], **how)]
-        elif crop_mode == "random":
-            steps = [transforms.RandomResizedCrop(crop_size, scale=(crop_scale, 1.0), **how)]
-        else:
-            raise ValueError(f"crop_mode {crop_mode!r}: expected 'random', 'squash' or 'border'")
-        self.fill_border = steps[1] if crop_mode == "border" else None
-        if hflip_prob > 0:
-            steps.append(transforms.RandomHorizontalFlip(hflip_prob))
-        options = {"ra_magnitude": ra_magnitude, "augmix_severity": augmix_severity}
+    hflip_prob: float = 0.5
+    crop_scale: float = 0.08
+    auto_augment_policy: Any = None
+    ra_magnitude: int = 9
+    augmix_severity: int = 3
+    random_erase_prob: float = 0.0
+    random_erase_fill: str = "zero"
+    color_jitter: float = 0.0
+    grayscale_prob: float = 0.0
+    blur_prob: float = 0.0
+    crop_mode: str = "random"
+    crop_modes: ClassVar = ("random", "squash", "border")
+
+    def _steps(self) -> list:
+        scale, how = (self.crop_scale, 1.0), {"interpolation": self.interpolation, "antialias": True}
+        self.resize_size = self.crop_size
+        is_random = self.crop_mode == "random"
+        steps = [transforms.RandomResizedCrop(self.crop_size, scale, **how)] if is_random else [self._resize, self._cut]
+        if self.hflip_prob > 0:
+            steps.append(transforms.RandomHorizontalFlip(self.hflip_prob))
         on_images = []
-        if auto_augment_policy is not None:
-            on_images.append(_build_policy(auto_augment_policy, crop_size, interpolation, mean, options))
-        if color_jitter > 0:
-            on_images.append(transforms.ColorJitter(*3 * [color_jitter]))
-        if grayscale_prob > 0:
-            on_images.append(transforms.RandomGrayscale(grayscale_prob))
-        if blur_prob > 0:
-            on_images.append(transforms.RandomApply([transforms.GaussianBlur(_BLUR_SIDE, _BLUR_SIGMAS)], blur_prob))
-        steps += on_images
-        erasing = {"random_erase_prob": random_erase_prob, "random_erase_fill": random_erase_fill}
-        reading = {"in_chans": in_chans, "exif": exif, "grey_range": grey_range}
-        super().__init__(steps, backend, interpolation, mean, std, **erasing, **reading)
-        self.crop_mode = crop_mode
-        self.crop_size, self.crop_scale, self.hflip_prob = crop_size, crop_scale, hflip_prob
+        if self.auto_augment_policy is not None:
+            on_images.append(self._build_policy(self.auto_augment_policy))
+        if self.color_jitter > 0:
+            on_images.append(transforms.ColorJitter(*3 * [self.color_jitter]))
+        if self.grayscale_prob > 0:
+            on_images.append(transforms.RandomGrayscale(self.grayscale_prob))
+        if self.blur_prob > 0:
+            blur = transforms.GaussianBlur(_BLUR_SIDE, _BLUR_SIGMAS)
+            on_images.append(transforms.RandomApply([blur], self.blur_prob))
         self.policy = transforms.Compose(on_images) if on_images else None
-        self.takes_draws = self.fast_mode is not None and not on_images
+        return steps + on_images
+
+    def _build_policy(self, name: Any) -> Callable[[Image.Image], Image.Image]:
+        """Return the augmentation policy with this name, or the function itself."""
+        if callable(name):
+            return own_policy(name)
+        if name.startswith("timm/"):
+            return TimmPolicy(name, self.crop_size, self.interpolation, self.mean)
+        name = getattr(name, "value", name)  # torchvision's own enumeration
+        if name not in POLICIES:
+            raise ValueError(f"augmentation policy {name!r}: expected {', '.join(POLICIES)} or timm/SPECIFICATION")
+        policy = POLICIES[name]
+        given = {option: getattr(self, option) for option in policy.options}
+        return policy.load()(interpolation=self.interpolation, **given, **policy.constants)
+
+    @property
+    def takes_draws(self) -> bool:
+        """Whether box and flip are all that is drawn."""
+        return self.fast_mode is not None and self.policy is None
 
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
@@ -238,10 +259,9 @@ class ClassificationPresetTrain(_Preset):
         pixels = file.decode(*box)
         if is_mirrored:
             pixels = pixels.flip(-1)  # before the resize, which would copy the box anyway
-        if self.fill_border is None:
-            pixels = resize(pixels, self.crop_size, self.crop_size, self.fast_mode)
-        else:
-            pixels = self.fill_border(resize(pixels, *_fitted(height, width, self.crop_size), self.fast_mode))
+        pixels = resize(pixels, *self._resized(height, width), self.fast_mode)
+        if self.crop_mode == "border":
+            pixels = self._cut(pixels)
         if self.policy is None:
             return pixels
         return functional.pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy())))
@@ -261,9 +281,8 @@ class ProgressivePreset:
     def __init__(
         self, build: Callable[..., ClassificationPresetTrain], *, smallest: int, largest: int, first: int, last: int
     ) -> None:
-        self.build = build
+        self.build = cache(build)
         self.smallest, self.largest, self.first, self.last = smallest, largest, first, last
-        self._presets = {}
 
     def size_at(self, epoch: int) -> int:
         """Return the crop size of an epoch, px."""
@@ -275,10 +294,7 @@ class ProgressivePreset:
 
     def at(self, epoch: int) -> ClassificationPresetTrain:
         """Return the preset of an epoch."""
-        size = self.size_at(epoch)
-        if size not in self._presets:
-            self._presets[size] = self.build(crop_size=size)
-        return self._presets[size]
+        return self.build(crop_size=self.size_at(epoch))
 
 
 def auto_augment(interpolation: InterpolationMode, dataset: str) -> autoaugment.AutoAugment:
@@ -294,22 +310,6 @@ def rand_augment(interpolation: InterpolationMode, ra_magnitude: int) -> autoaug
 def augmix(interpolation: InterpolationMode, augmix_severity: int) -> autoaugment.AugMix:
     """Return AugMix."""
     return autoaugment.AugMix(severity=augmix_severity, interpolation=interpolation)
-
-
-def _build_policy(
-    name: Any, crop_size: int, interpolation: InterpolationMode, mean: tuple[float, ...], options: dict[str, Any]
-) -> Callable[[Image.Image], Image.Image]:
-    """Return the augmentation policy with this name, or the function itself."""
-    if callable(name):
-        return own_policy(name)
-    if name.startswith("timm/"):
-        return TimmPolicy(name, crop_size, interpolation, mean)
-    name = getattr(name, "value", name)  # torchvision's own enumeration
-    if name not in POLICIES:
-        raise ValueError(f"augmentation policy {name!r}: expected {', '.join(POLICIES)} or timm/SPECIFICATION")
-    policy = POLICIES[name]
-    given = {option: options[option] for option in policy.options}
-    return policy.load()(interpolation=interpolation, **given, **policy.constants)
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
@@ -374,63 +374,31 @@ def own_policy(function: Callable[[Image.Image], Image.Image]) -> Callable[[Imag
     return augment
 
 
+@dataclass(kw_only=True, eq=False)
 class ClassificationPresetEval(_Preset):
     """Resize, and cut the centre, with torchvision's defaults; draws nothing.
 
     Args:
         crop_size: side of the square that comes out, px.
         resize_size: shorter side before the cut, px; with other crop modes see there.
-        mean: this and all arguments after it but `crop_mode` are those of `ClassificationPresetTrain`.
+        mean: this and all other arguments but `crop_mode` are those of `ClassificationPresetTrain`.
         crop_mode: as timm's: `center`; `squash`, both sides are resized to `resize_size`; `border`, the longer side is,
             and the mean colour fills the rest of the square.
     """
 
-    def __init__(
-        self,
-        *,
-        crop_size: int,
-        resize_size: int = 256,
-        mean: tuple[float, ...] = IMAGENET_MEAN,
-        std: tuple[float, ...] = IMAGENET_STD,
-        interpolation: InterpolationMode = InterpolationMode.BILINEAR,
-        backend: str | None = None,
-        use_v2: bool = False,
-        in_chans: int = 3,
-        exif: bool = False,
-        grey_range: Sequence[int] | None = None,
-        crop_mode: str = "center",
-    ) -> None:
-        if crop_mode not in ("center", "squash", "border"):
-            raise ValueError(f"crop_mode {crop_mode!r}: expected 'center', 'squash' or 'border'")
-        self.crop_size, self.resize_size, self.crop_mode = crop_size, resize_size, crop_mode
-        if crop_mode == "border":
-            steps = _with_border(resize_size, crop_size, interpolation, mean)
-        else:
-            size = [resize_size, resize_size] if crop_mode == "squash" else resize_size
-            resize = transforms.Resize(size, interpolation=interpolation, antialias=True)
-            steps = [resize, transforms.CenterCrop(crop_size)]
-        self.cut = steps[1]
-        super().__init__(steps, backend, interpolation, mean, std, in_chans=in_chans, exif=exif, grey_range=grey_range)
-        self.takes_draws = True  # it draws nothing at all
+    resize_size: int = 256
+    crop_mode: str = "center"
+    crop_modes: ClassVar = ("center", "squash", "border")
+    takes_draws: ClassVar = True  # it draws nothing at all
 
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and the width to which an image is resized before the cut."""
-        if self.crop_mode == "squash":
-            return self.resize_size, self.resize_size
-        if self.crop_mode == "border":
-            return _fitted(height, width, self.resize_size)
-        return resized_size(height, width, self.resize_size)
-
-    def pixels(self, image: Image.Image) -> torch.Tensor:
-        """Return an image as (in_chans, crop_size, crop_size) uint8."""
-        self._resized(image.height, image.width)
-        return super().pixels(image)
+    def _steps(self) -> list:
+        return [self._resize, self._cut]
 
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
         resized = self._resized(height, width)
         if min(resized) < self.crop_size:  # smaller images are padded
-            return self.cut(resize(file.decode(0, 0, height, width), *resized, self.fast_mode))
+            return self._cut(resize(file.decode(0, 0, height, width), *resized, self.fast_mode))
         # Decode the part that the cut shows, and all above and to the left of it, to keep the phase of the resize.
         bottom, top_cut = _span(height, resized[0], self.crop_size, self.fast_mode)
         right, left_cut = _span(width, resized[1], self.crop_size, self.fast_mode)
@@ -439,38 +407,6 @@ class ClassificationPresetEval(_Preset):
         scale_factor = (resized[0] + 1e-6) / height, (resized[1] + 1e-6) / width
         pixels = F.interpolate(pixels, scale_factor=scale_factor, mode=self.fast_mode, antialias=True)[0]
         return pixels[:, top_cut : top_cut + self.crop_size, left_cut : left_cut + self.crop_size]
-
-
-def _fitted(height: int, width: int, side: int) -> tuple[int, int]:
-    """Return the size of a resized image whose longer side is `side`, rounded as in timm."""
-    ratio = max(height / side, width / side)
-    return max(round(height / ratio), 1), max(round(width / ratio), 1)
-
-
-def _with_border(resize_size: int, crop_size: int, interpolation: InterpolationMode, mean: Sequence[float]) -> list:
-    """Return two transforms: fit an image into a square, and cut or fill it with the mean colour to another one."""
-    fill = [round(255 * value) for value in mean]
-    fit = partial(_fit, side=resize_size, interpolation=interpolation)
-    return [transforms.Lambda(fit), transforms.Lambda(partial(_cut_or_fill, side=crop_size, fill=fill))]
-
-
-def _fit(image: Image.Image | torch.Tensor, side: int, interpolation: InterpolationMode) -> Any:
-    _, height, width = functional.get_dimensions(image)
-    return functional.resize(image, _fitted(height, width, side), interpolation, antialias=True)
-
-
-def _cut_or_fill(image: Image.Image | torch.Tensor, side: int, fill: list[int]) -> Image.Image | torch.Tensor:
-    """Return the centre of an image as a square, with a border in the colour `fill` where it is smaller."""
-    _, height, width = functional.get_dimensions(image)
-    rows, columns = max(height, side), max(width, side)
-    top, left = (rows - height) // 2, (columns - width) // 2
-    if isinstance(image, Image.Image):
-        canvas = Image.new(image.mode, (columns, rows), fill[0] if len(fill) == 1 else tuple(fill))
-        canvas.paste(image, (left, top))
-    else:
-        canvas = torch.tensor(fill, dtype=image.dtype)[:, None, None].repeat(1, rows, columns)
-        canvas[:, top : top + height, left : left + width] = image
-    return functional.center_crop(canvas, side)
 
 
 def _span(size: int, new_size: int, crop_size: int, mode: str) -> tuple[int, int]:
@@ -487,40 +423,39 @@ def _span(size: int, new_size: int, crop_size: int, mode: str) -> tuple[int, int
     return size if end * new_size // size == end else end, cut
 
 
+def find_policy(args: Any) -> Any:
+    """Return the value of `--auto-augment`; for FILE.py:FUNCTION what the function returns, tried on some images."""
+    if not split_custom(args.auto_augment or ""):
+        return args.auto_augment
+    with in_one_line(f"--auto-augment {args.auto_augment}"):
+        policy = load_function("auto_augment", args)()
+        image = Image.effect_noise((args.train_crop_size, args.train_crop_size), 64).convert("RGB")
+        for seed in range(8):
+            if len({seed_host(seed) or own_policy(policy)(image.copy()).tobytes() for _ in range(2)}) > 1:
+                raise UserError("different pixels with the same seed: draw by torch, numpy or random; keep no state")
+    return policy
+
+
 def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, ClassificationPresetEval]:
     """Return the presets for training and for evaluation."""
-    common = {
-        "mean": args.mean, "std": args.std, "interpolation": InterpolationMode(args.interpolation),
-        "backend": args.backend, "in_chans": args.in_chans, "exif": args.exif, "grey_range": args.grey_range,
-    }  # fmt: skip
-    evaluation = {"crop_mode": args.crop_mode, **common}
-    policy = args.auto_augment
-    if policy is not None and split_custom(policy):
-        with in_one_line(f"--auto-augment {policy}"):
-            policy = load_function("auto_augment", args)()
-            image = Image.effect_noise((args.train_crop_size, args.train_crop_size), 64).convert("RGB")
-            for seed in range(8):
-                if len({seed_host(seed) or own_policy(policy)(image.copy()).tobytes() for _ in range(2)}) > 1:
-                    raise UserError(
-                        "different pixels with the same seed: use only the generators of torch, numpy or "
-                        "random, and keep no state"
-                    )
-    names = ("hflip_prob", "crop_scale", "ra_magnitude", "augmix_severity", "random_erase_fill", "color_jitter",
-             "grayscale_prob", "blur_prob")  # fmt: skip
-    options = {name: getattr(args, name) for name in names} | {"random_erase_prob": args.random_erase} | common
+    training = {"auto_augment_policy": find_policy(args), "random_erase_prob": args.random_erase, "crop_mode": "random"}
     if args.train_crop_mode == "whole":
-        options["crop_mode"] = "border" if args.crop_mode == "border" else "squash"
-    augment = partial(ClassificationPresetTrain, auto_augment_policy=policy, **options)
+        training["crop_mode"] = "border" if args.crop_mode == "border" else "squash"
 
-    def build_train(crop_size: int) -> ClassificationPresetTrain | ClassificationPresetEval:
+    def build(preset: type[_Preset], **others: Any) -> _Preset:
+        """Return a preset whose other arguments are the options of the same names."""
+        options = {each.name: getattr(args, each.name) for each in fields(preset) if each.name in args}
+        return preset(**options | {"interpolation": InterpolationMode(args.interpolation)} | others)
+
+    def build_train(crop_size: int) -> _Preset:
         if args.augment:
-            return augment(crop_size=crop_size)
+            return build(ClassificationPresetTrain, crop_size=crop_size, **training)
         resize_size = round(crop_size * args.val_resize_size / args.val_crop_size)  # the centre that evaluation shows
-        return ClassificationPresetEval(crop_size=crop_size, resize_size=resize_size, **evaluation)
+        return build(ClassificationPresetEval, crop_size=crop_size, resize_size=resize_size)
 
     train = build_train(args.train_crop_size)
     if args.crop_ramp_epochs is not None:
         first, last = args.crop_ramp_epochs
         sizes = {"smallest": args.train_crop_size_min, "largest": args.train_crop_size}
         train = ProgressivePreset(build_train, **sizes, first=first, last=last)
-    return train, ClassificationPresetEval(crop_size=args.val_crop_size, resize_size=args.val_resize_size, **evaluation)
+    return train, build(ClassificationPresetEval, crop_size=args.val_crop_size, resize_size=args.val_resize_size)

@@ -128,15 +128,14 @@ class Run(Steps):
         device = next(self.model.parameters()).device
         sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
         super().__init__(sharded_step, Tally(metrics, sampler.shards.num_local))  # the tally of a line
-        self.lr_scheduler = optim.LRScheduler(args, parts["optimizer"])
+        optimizer, scaler = parts["optimizer"], parts.get("scaler")
+        self.lr_scheduler = optim.LRScheduler(args, optimizer)
         ends = classifier_layers(self.model, len(datasets[1].classes)) if args.freeze_epochs else []
         self.classifier_first = ClassifierFirst(self.model, ends, args.freeze_epochs, is_ddp=model is not self.model)
         self.window, self.epoch_tally = Tally(metrics), Tally(metrics)  # of a record, of an epoch
-        scaler = parts.get("scaler")
-        optimizer = parts["optimizer"]
         self.trained = optim.TrainedWeights(self.model, optimizer) if optim.has_two_weights(optimizer) else None
         parts = {
-            **parts, "optimizer": optim.OptimizerState(parts["optimizer"]), "log_window": self.window,
+            **parts, "optimizer": optim.OptimizerState(optimizer), "log_window": self.window,
             "log_epoch": self.epoch_tally, "scaler": scaler if scaler and scaler.is_enabled() else None,
             "trained_weights": self.trained,
         }  # fmt: skip
@@ -434,9 +433,7 @@ class Run(Steps):
                 line = "ranks have different weights than rank 0: use only the generators of torch, numpy and random"
                 raise UserError(f"after step {self.state.step} {line}", exit_code=1)
         if self.args.num_shards > 1 and [*map(id, self.model.buffers())] != [*map(id, self.sharded_step.buffers)]:
-            raise UserError(
-                "--model replaces a buffer in training; update buffers in place, as with copy_", exit_code=1
-            )
+            raise UserError("--model replaces a buffer in training; update buffers in place, as by copy_", exit_code=1)
         scaler = self.state.parts.get("scaler")
         if scaler is not None and scaler.get_scale() < 1:  # skipped steps halve it: hundreds in a row
             overflow = f"the loss scale fell to {scaler.get_scale():g} by step {self.state.step}"

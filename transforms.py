@@ -6,6 +6,7 @@ the device, other batches or a generator's history; a direct call seeds it from 
 
 import math
 import random
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -308,20 +309,17 @@ def get_mixup_cutmix(
     return mix(mixup, cutmix, prob, switch_prob) if mixup or cutmix else None
 
 
+@dataclass(eq=False)
 class BatchTransform:
     """The device's half of a preset: uint8 in; normalised floats out, erased and mixed as `erase` and `mix` say.
 
     From the epoch `mix_off_epoch` on, if it is not 0, nothing is mixed.
     """
 
-    def __init__(
-        self,
-        normalize: Normalize,
-        erase: RandomErasing | None = None,
-        mix: RandomMix | None = None,
-        mix_off_epoch: int = 0,
-    ) -> None:
-        self.normalize, self.erase, self.mix, self.mix_off_epoch = normalize, erase, mix, mix_off_epoch
+    normalize: Normalize
+    erase: RandomErasing | None = None
+    mix: RandomMix | None = None
+    mix_off_epoch: int = 0
 
     def __call__(self, image: Tensor, target: Tensor, rng: random.Random, epoch: int = 0) -> tuple[Tensor, Tensor]:
         """Transform (B, C, H, W) uint8 and (B,) int64 on the device, drawing from `rng`."""

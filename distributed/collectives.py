@@ -193,10 +193,8 @@ def choose_gpu(launch: Launch, device: str) -> int:
     # A launcher may show each process its own GPU only; then that one is number 0.
     num_devices = torch.accelerator.device_count()
     if torch.device(device).type != "cpu" and 1 < num_devices < launch.num_local:
-        raise UserError(
-            f"{launch.num_local} processes were started on this machine, which shows them {num_devices} devices; start "
-            "one process for each device"
-        )
+        found = f"{launch.num_local} processes were started on this machine, which shows them {num_devices} devices"
+        raise UserError(f"{found}; start one process for each device")
     return gpu % num_devices if num_devices else gpu
 
 

@@ -207,9 +207,7 @@ def fit_channels(model: nn.Module, weights: Mapping[str, Tensor], args: Any, sou
             )
         fitted[name] = adapt_channels(weight, args.in_chans)
         words = "summed" if args.in_chans == 1 else f"repeated and scaled by {theirs} / {args.in_chans}"
-        print(
-            f"{source}: {name} with {counted(theirs, 'channel')} is {words} for --in-chans {args.in_chans}, as in timm"
-        )
+        print(f"{source}: {name} of {counted(theirs, 'channel')} is {words} for --in-chans {args.in_chans}, as in timm")
     return fitted
 
 
@@ -250,10 +248,8 @@ def _build_custom(args: Any, num_classes: int) -> nn.Module:
     function = load_function("model", args)
     given = parse_kwargs(args.model_kwargs)
     given |= {} if args.in_chans == 3 else {"in_chans": args.in_chans}
-    signature = inspect.signature(function)
-    with in_one_line(
-        f"--model {args.model} takes {signature}, but is called with {', '.join(['num_classes', *given])}"
-    ):
+    signature, names = inspect.signature(function), ", ".join(["num_classes", *given])
+    with in_one_line(f"--model {args.model} takes {signature}, but is called with {names}"):
         signature.bind(num_classes=num_classes, **given)
     model = function(num_classes=num_classes, **given)
     if not isinstance(model, nn.Module):
@@ -293,9 +289,8 @@ def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> 
     for split, side in [*(("train", side) for side in training), ("val", args.val_crop_size)]:
         set_training_mode(model) if split == "train" else model.eval()
         num_images = min(args.batch_size, 2) if split == "train" else 2
-        with in_one_line(
-            f"--model {args.model} cannot take --{split}-crop-size {side} at --batch-size {args.batch_size}"
-        ):
+        size = f"--{split}-crop-size {side} at --batch-size {args.batch_size}"
+        with in_one_line(f"--model {args.model} cannot take {size}"):
             output = _score_zeros(model, (num_images, args.in_chans, side, side))
             if num_classes is not None:
                 _check_scores(output, (num_images, num_classes), args)
@@ -358,11 +353,8 @@ def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
     timm's models know their one or two heads. In other models these are the last layer, and the last one of each
     auxiliary classifier.
     """
-    sizes = {
-        name: module.out_features if isinstance(module, nn.Linear) else module.out_channels
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d)
-    }
+    layers = (pair for pair in model.named_modules() if isinstance(pair[1], nn.Linear | nn.Conv2d))
+    sizes = {name: len(layer.weight) for name, layer in layers}
     if hasattr(model, "get_classifier"):
         found = model.get_classifier()
         heads = found if isinstance(found, tuple | list | nn.ModuleList) else [found]
@@ -470,10 +462,7 @@ def load_resized(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
 def set_grad_checkpointing(model: nn.Module, name: str) -> None:
     """Let a model recompute its blocks' activations in the backward pass; UserError if it cannot do so exactly."""
     if not hasattr(model, "set_grad_checkpointing"):
-        raise UserError(
-            f"--grad-checkpointing: {name} has no set_grad_checkpointing, unlike timm's models; remove "
-            "--grad-checkpointing"
-        )
+        raise UserError(f"--grad-checkpointing: {name} has no set_grad_checkpointing, as timm's models have; remove it")
     if any("running_" in buffer for buffer, _ in model.named_buffers()):
         raise UserError(f"--grad-checkpointing would update the running statistics of {name} twice per step; remove it")
     with in_one_line(f"--grad-checkpointing: {name}"):

@@ -27,29 +27,24 @@ class ExponentialMovingAverage(AveragedModel):
         self.requires_grad_(False)
         self.decay = decay
         self.n_averaged = torch.tensor(0, device="cpu")
-        self.reset()
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards `model`; copy `model` the first time, and after `n_averaged.fill_(0)`."""
-        if self.n_averaged._version != self._version:  # loaded, or filled as torchvision's loop does
-            self._is_empty = bool(self.n_averaged == 0)
         states = ([*each.parameters(), *each.buffers()] for each in (self.module, model))
         pairs = [(own, new.to(own.device)) for own, new in zip(*states, strict=True)]
-        averaged = [pair for pair in pairs if pair[0].is_floating_point() and not self._is_empty]
-        copied = [pair for pair in pairs if not pair[0].is_floating_point() or self._is_empty]
+        has_begun = bool(self.n_averaged)
+        averaged = [pair for pair in pairs if has_begun and pair[0].is_floating_point()]
+        copied = [pair for pair in pairs if not (has_begun and pair[0].is_floating_point())]
         if averaged:
             torch._foreach_lerp_(*map(list, zip(*averaged, strict=True)), 1.0 - self.decay)
         if copied:
             torch._foreach_copy_(*map(list, zip(*copied, strict=True)))
         self.n_averaged += 1
-        self._is_empty, self._version = False, self.n_averaged._version
 
     def reset(self) -> None:
         """Reset: the next update copies the model. torchvision does so throughout the warm-up."""
         self.n_averaged.zero_()
-        # Whether `n_averaged` is 0, known without reading it while the tensor has this version.
-        self._is_empty, self._version = True, self.n_averaged._version
 
     def restart(self, model: nn.Module) -> None:
         """Reset to a copy of `model`."""

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from sampler import VirtualShards
 
 def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     """Wrap a model on its device in DDP, if there are several processes. Collective: every rank must call it."""
-    if not args.distributed:
+    if args.world_size == 1:
         return model
     # Training uses only the buffers that micro-batch 0 has written, so DDP need not broadcast them at each step;
     # `evaluate` broadcasts them. torch 2.13 renamed the argument.
@@ -55,7 +56,7 @@ class PairwiseGradientSum:
     A process holds at most log2(V / W) + 1 copies of the gradients at a time.
 
     Args:
-        model: the model, in DDP or, with one process, bare.
+        model: the model, in DDP or, on one process, bare.
         shards: all micro-batches of a step, and this process's share of them.
     """
 
@@ -95,10 +96,6 @@ class PairwiseGradientSum:
             pairs = zip(gradients, (sums[self._places[p]] for p in parameters), strict=True)
             torch._foreach_add_(*zip(*(pair for pair in pairs if pair[1] is not None), strict=True))
         flat = bucket.buffer()
-        if self.shards.world_size == 1:
-            mean = Future(devices=None if flat.device.type == "cpu" else [flat.device])
-            mean.set_result(flat if self.shards.num_shards == 1 else flat.div_(self.shards.num_shards))
-            return mean
         if self.shards.world_size == 2:
             work = dist.all_reduce(flat, group=collectives.world_group(), async_op=True)
             return work.get_future().then(lambda done: done.value()[0].div_(self.shards.num_shards))
@@ -166,30 +163,26 @@ def _add(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor |
     return [a if b is None else b if a is None else a.add_(b) for a, b in zip(left, right, strict=True)]
 
 
+@dataclass(eq=False)
 class ShardedStep:
     """The infrastructure around the forward and backward passes of one optimizer step.
 
     If `is_deterministic`, gradients are summed pairwise, in one order at any world size, instead of by DDP.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        shards: VirtualShards,
-        *,
-        device: torch.device,
-        seed: int = 0,
-        is_deterministic: bool = False,
-    ) -> None:
-        self.model = model
-        self.shards = shards
-        self.seed = seed
-        self.device = device
-        self.gradient_sum = PairwiseGradientSum(model, shards) if is_deterministic else None
+    model: nn.Module
+    shards: VirtualShards
+    _: KW_ONLY
+    device: torch.device
+    seed: int = 0
+    is_deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        self.gradient_sum = PairwiseGradientSum(self.model, self.shards) if self.is_deterministic else None
         # DDP computes a mean over processes, and accumulation a sum over local micro-batches: this factor makes both a
         # mean over all. It is 1 in torchvision's case of one micro-batch per process, so nothing is rounded there.
-        self.loss_scale = 1.0 if is_deterministic else 1.0 / shards.num_local
-        self.buffers = list(model.buffers())
+        self.loss_scale = 1.0 if self.is_deterministic else 1.0 / self.shards.num_local
+        self.buffers = list(self.model.buffers())
 
     @contextmanager
     def shard(self, step: int, shard: int) -> Iterator[None]:

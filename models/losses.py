@@ -22,6 +22,16 @@ from settings.options import split_custom
 from transforms import one_hot
 
 
+def soften(output: Tensor, target: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """Return scores and their soft targets, smoothed, in float32 at least.
+
+    Not in the dtype of autocast, which rounds 0.2005 to 0.2, no longer above a threshold of 0.2.
+    """
+    output = output.to(torch.promote_types(output.dtype, torch.float32))
+    target = one_hot(target, output.size(1)) if target.ndim == 1 else target
+    return output, target.to(output.dtype) * (1.0 - label_smoothing) + label_smoothing / output.size(1)
+
+
 class BinaryCrossEntropy(nn.Module):
     """One binary decision for each class (Wightman et al., ResNet strikes back, arXiv 2110.00476).
 
@@ -39,12 +49,7 @@ class BinaryCrossEntropy(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean over images and classes of (B, num_classes) logits, for (B,) classes or soft targets."""
-        num_classes = output.size(1)
-        if target.ndim == 1:
-            target = one_hot(target, num_classes)
-        # Not in the dtype of autocast, which rounds 0.2005 to 0.2, no longer above a threshold of 0.2.
-        output = output.to(torch.promote_types(output.dtype, torch.float32))
-        target = target.to(output.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
+        output, target = soften(output, target, self.label_smoothing)
         if self.target_threshold is not None:
             target = target.gt(self.target_threshold).to(output.dtype)
         weight = self.weight if torch.is_grad_enabled() else None  # losses of evaluations are comparable
@@ -66,8 +71,7 @@ class CrossEntropy(nn.Module):
         """Return the mean over images of (B, num_classes) scores and (B,) classes or (B, num_classes) soft targets."""
         weight = self.weight if torch.is_grad_enabled() else None  # losses of evaluations are comparable
         if target.ndim == 1 and weight is not None:
-            output = output.to(torch.promote_types(output.dtype, torch.float32))
-            target = one_hot(target, output.size(1)).to(output.dtype)
+            output, target = soften(output, target, 0.0)
         return F.cross_entropy(output, target, weight, label_smoothing=self.label_smoothing)
 
 
@@ -84,10 +88,8 @@ class FocalLoss(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean over images of (B, num_classes) scores and (B,) classes or (B, num_classes) soft targets."""
-        num_classes = output.size(1)
-        target = one_hot(target, num_classes) if target.ndim == 1 else target
-        log_probability = output.to(torch.promote_types(output.dtype, torch.float32)).log_softmax(dim=1)
-        target = target.to(log_probability.dtype) * (1.0 - self.label_smoothing) + self.label_smoothing / num_classes
+        output, target = soften(output, target, self.label_smoothing)
+        log_probability = output.log_softmax(dim=1)
         # A power below 1 has no slope at zero, where an image is certain.
         doubt = torch.expm1(log_probability).neg().clamp(min=torch.finfo(log_probability.dtype).tiny)
         terms = -target * doubt.pow(self.focal_gamma) * log_probability

@@ -4,12 +4,11 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,36 +161,29 @@ def scaled_lr(args: Any) -> float:
     return args.lr * (ratio if args.lr_scaling == "linear" else math.sqrt(ratio))
 
 
-class OptimizerEntry(NamedTuple):
-    """An optimizer of `--opt`."""
-
-    kind: Callable[..., torch.optim.Optimizer]
-    options: tuple[str, ...] = ()  # those that it takes of momentum, opt_betas and opt_eps
-    moments: tuple[str, ...] = ()  # as of `choices.Optimizer`
-    constants: Mapping[str, Any] = MappingProxyType({})
+# The options that only some optimizers take, and their names among an optimizer's arguments.
+_TAKEN = {"momentum": "momentum", "opt_betas": "betas", "opt_eps": "eps"}
 
 
-def find_optimizer(args: Any) -> OptimizerEntry:
-    """Return the entry of `--opt`, which may be timm's or the user's own; UserError if there is no such optimizer."""
+def find_optimizer(args: Any) -> tuple[Callable[..., torch.optim.Optimizer], choices.Optimizer]:
+    """Return the function of `--opt`, which may be timm's or the user's own, and its row; UserError for other names."""
+    if args.opt in OPTIMIZERS:
+        return OPTIMIZERS[args.opt].load(), OPTIMIZERS[args.opt]
     if split_custom(args.opt):
-        function = load_function("opt", args)
-        parameters = inspect.signature(function).parameters
-        options = [name for name in ("momentum", "opt_betas", "opt_eps") if name.removeprefix("opt_") in parameters]
-        return OptimizerEntry(function, tuple(options))
-    if not args.opt.startswith("timm/"):
-        choice = OPTIMIZERS[args.opt]
-        return OptimizerEntry(choice.load(), choice.options, choice.moments, choice.constants)
-    optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
-    name = args.opt.removeprefix("timm/")
-    if name.endswith("muon"):
-        set_muon_type(torch.float32 if args.amp_dtype == "float32" else torch.bfloat16)
-    if name not in optimizers.list_optimizers():
-        hint = did_you_mean(name, optimizers.list_optimizers(), prefix="timm/")
-        raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
-    facts = optimizers.get_optimizer_info(name)
-    takes = {"momentum": facts.has_momentum, "opt_betas": facts.has_betas, "opt_eps": facts.has_eps}
-    build = partial(optimizers.create_optimizer_v2, opt=facts.name)
-    return OptimizerEntry(build, tuple(option for option, is_taken in takes.items() if is_taken))
+        build = load_function("opt", args)
+        taken = inspect.signature(build).parameters
+    else:
+        optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
+        name = args.opt.removeprefix("timm/")
+        if name.endswith("muon"):
+            set_muon_type(torch.float32 if args.amp_dtype == "float32" else torch.bfloat16)
+        if name not in optimizers.list_optimizers():
+            hint = did_you_mean(name, optimizers.list_optimizers(), prefix="timm/")
+            raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
+        facts = optimizers.get_optimizer_info(name)
+        build = partial(optimizers.create_optimizer_v2, opt=facts.name)
+        taken = [argument for argument in _TAKEN.values() if getattr(facts, f"has_{argument}")]
+    return build, choices.Optimizer(args.opt, tuple(option for option in _TAKEN if _TAKEN[option] in taken))
 
 
 def set_muon_type(dtype: torch.dtype) -> None:
@@ -215,23 +207,23 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     """Return the optimizer of `--opt`, with torchvision's constants; UserError if options or loop do not fit it."""
     if not parameters:
         raise UserError(f"--model {args.model} has no trainable parameters; see its requires_grad")
-    entry, options = find_optimizer(args), {"lr": scaled_lr(args), "weight_decay": args.weight_decay}
-    for option in ("momentum", "opt_betas", "opt_eps"):
+    build, row = find_optimizer(args)
+    options = {"lr": scaled_lr(args), "weight_decay": args.weight_decay, **row.constants}
+    for option, argument in _TAKEN.items():
         value = getattr(args, option)
-        if option in entry.options and value is not None:
-            options[option.removeprefix("opt_")] = tuple(value) if isinstance(value, list) else value
+        if option in row.options and value is not None:
+            options[argument] = tuple(value) if isinstance(value, list) else value
         elif option != "momentum" and value is not None:  # torchvision's commands may give that one in vain
             raise UserError(f"{BY_NAME[option].flag}: --opt {args.opt} has no such option; remove it")
-    if entry.moments:
+    if row.moments:
         # A fused kernel skips steps with overflows by itself, so the host need not wait to read them from the GPU. On
         # the CPU it would be slightly faster but round differently; foreach has the bits of a loop over parameters.
         is_cuda = parameters[0]["params"][0].device.type == "cuda"
-        kernel = "fused" if is_cuda and "fused" in inspect.signature(entry.kind).parameters else "foreach"
-        options[kernel] = True
+        options["fused" if is_cuda and "fused" in inspect.signature(build).parameters else "foreach"] = True
     # Bad options, a missing package or a missing GPU:
     with in_one_line(f"--opt {args.opt} cannot be built with these options on this machine"):
-        optimizer = entry.kind(parameters, **entry.constants | options)
-    if entry.moments and options.get("fused"):
+        optimizer = build(parameters, **options)
+    if "fused" in options:
         zero_momentum(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"--opt {args.opt} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
@@ -487,10 +479,8 @@ def check_schedule(args: Any) -> None:
     needed = args.lr_cooldown_epochs if "lr_cooldown_epochs" in schedule.options else int(schedule.uses_epochs)
     if args.lr_warmup_epochs + needed > args.epochs:
         room = max(args.epochs - args.lr_warmup_epochs, 0) or "nothing"
-        raise UserError(
-            f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves {room} of --epochs {args.epochs}, but {name} needs "
-            f"{needed}; give fewer warm-up epochs, or more --epochs"
-        )
+        left = f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves {room} of --epochs {args.epochs}"
+        raise UserError(f"{left}, but {name} needs {needed}; give fewer warm-up epochs, or more --epochs")
     if split_custom(args.lr_scheduler):
         with in_one_line(name):
             parts = 16 if args.lr_per_step else 1
@@ -498,9 +488,7 @@ def check_schedule(args: Any) -> None:
         if bad := [step for step, factor in enumerate(factors) if not 0 <= factor <= BY_NAME["lr"].at_most]:
             raise UserError(f"{name}: its factor in epoch {bad[0] / parts:g} is {factors[bad[0]]}; expected 0 or more")
         if factors != again:
-            raise UserError(
-                f"{name}: a second call returns different factors; expected a function of its arguments alone"
-            )
+            raise UserError(f"{name}: a second call returns different factors; give a function of its arguments alone")
     try:
         rates = [lr_at(args, epoch, args.lr) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
     except OverflowError:

@@ -11,16 +11,14 @@ from types import ModuleType
 from typing import Any
 
 from checkpointing.folder import EVENT_FILES, PICTURES, own_files
+from settings.choices import CURVES
 
 # Fields without a curve: the step, time, images and processes of a measurement.
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
 
 
 # Charts of training and all evaluations together.
-CHARTS = {
-    title: ["Multiline", [rf"^\w+/{name}$"]]
-    for name, title in (("loss", "loss"), ("acc1", "Acc@1, %"), ("acc5", "Acc@5, %"))
-}
+CHARTS = {CURVES[name].title: ["Multiline", [rf"^\w+/{name}$"]] for name in ("loss", "acc1", "acc5")}
 
 
 def curves(record: dict) -> dict[str, float]:

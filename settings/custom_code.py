@@ -38,9 +38,7 @@ def hash_code(own: Sequence[tuple[str, str]]) -> str:
         path = (split_custom(value) or (value,))[0]
         for module, files in {"": [], **_find_modules(path)}.items():
             if module and known.setdefault(module, files) != files:
-                raise UserError(
-                    f"{value} imports a different {module} than your other code; rename one of the two files"
-                )
+                raise UserError(f"{value} imports a different {module} than your other code; rename one of the files")
             with suppress(OSError), open_to_read(path) as file:
                 content = b"".join(map(Path.read_bytes, files)) if module else file.read()
                 hashes.append(f"{f'{name} {module}'.strip()} {hashlib.sha256(content).hexdigest()[:16]}")

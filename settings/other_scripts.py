@@ -174,9 +174,8 @@ class OtherCommand:
         special = DATA["with"].get(flag, {})
         partner = next((other for other in special if other in self.said), "")
         here, theirs = special[partner] if partner else row.here, DATA["values"].get(flag, {})
-        if any(text.startswith(f"{flag} ") for text in self.said.intersection(DATA["not_needed"])) or self._is_idle(
-            here
-        ):
+        is_needless = any(text.startswith(f"{flag} ") for text in self.said.intersection(DATA["not_needed"]))
+        if is_needless or self._is_idle(here):
             return "is not needed here"
         remark = f" ({row.remark})" if row.remark and not partner and not row.remark.startswith("with") else ""
         if here in ("leave it out", "not here"):
@@ -191,9 +190,7 @@ class OtherCommand:
             return f"conflicts with other flags over {words[0]}; give only one"
         if values and not ours:
             self.is_understood = False
-            return f"is not supported here{did_you_mean(values[0], theirs)}" + (
-                f" ({row.remark})" if row.remark else ""
-            )
+            return f"is not supported here{did_you_mean(values[0], theirs)}{row.remark and f' ({row.remark})'}"
         return f"is {shlex.join(words)}{'' if theirs else remark}"
 
     def _place(self, words: list[str]) -> bool:
