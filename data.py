@@ -26,7 +26,7 @@ from files import read_bytes, retry
 from loading.decode import Decoding, decode_plainly, turned_share, unused_range
 from loading.fill import start_filling
 from loading.forms import check_source, find_sources, open_named, open_source, open_split, remote_options
-from loading.lists import check_disjoint
+from loading.lists import alike_classes, check_disjoint
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.remote import in_child, is_remote
 from loading.source import Source, Subset, count_classes, first_of_each_class, labels_of, minival_numbers, without
@@ -395,7 +395,12 @@ def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
 
 
 def warn_of_uneven(dataset: IndexedImageFolder, args: Resolved) -> None:
-    """Print a line if a class has at most a tenth as many images as most classes, and no option is about that."""
+    """Print a line if a class has at most a tenth as many images as most classes, and no option is about that.
+
+    One too if names of classes look alike.
+    """
+    if words := alike_classes(dataset.classes):
+        print(words)
     counts = count_classes(dataset.index)
     if len(counts) == 1 and dataset.index.label_sets is None:
         print(f"there is only one class, {dataset.classes[0]}: accuracy is 100 %, whatever the model learns")

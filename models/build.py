@@ -405,6 +405,7 @@ def load_matching(
     if is_headless and classifier_init is not None:
         weights = copy.copy(weights)  # with its notes
         weights.update(own)
+    check_names(weights, {name: tensor for name, tensor in state.items() if name not in own}, source)
     theirs = count_classes(model, weights, num_classes)
     reader = model if theirs == num_classes else build(theirs)
     kind = getattr(weights, "kind", "a state dict")
@@ -430,6 +431,16 @@ def load_matching(
     found = "no classifier" if is_headless else f"classifier of {counted(theirs, 'class')} left out"
     values = "of zeros" if is_zero else "as the model draws it"
     print(f"{source}: {found}, starting a new one of {num_classes} {values} ({', '.join(ends)})")
+
+
+def check_names(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], source: str) -> None:
+    """Raise UserError for weights none of whose names are the model's, `state`."""
+    if not weights.keys() & state.keys():
+        found, expected = (next(iter(names), "nothing") for names in (weights, state))
+        raise UserError(
+            f"{source} belongs to another model, check --model, or another library wrote it: its names begin with "
+            f"{found}, the model's with {expected}; docs/runs.md tells how to rename tensors"
+        )
 
 
 def load_resized(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:

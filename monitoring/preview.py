@@ -8,7 +8,9 @@ from typing import Any
 from checkpointing.published import choose_published_options, read_weights
 from distributed import collectives
 from errors import UserError, counted
+from loading.decode import Decoding, turned_share
 from loading.forms import open_split
+from loading.lists import alike_classes
 from loading.remote import is_remote
 from loading.source import list_folder, minival_numbers
 from models import optim
@@ -95,6 +97,8 @@ def count_images(args: Any) -> tuple[int, int, str]:
     else:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe
             images = open_split(str(traindir), args)
+            for words in filter(None, (alike_classes(images.classes), turned_share(images, Decoding(exif=args.exif)))):
+                print(words)
         num_images, num_classes = len(images), len(images.classes)
         num_held = len(minival_numbers(images, args.minival, args.minival_fold)) if args.minival else 0
         about = f"{traindir}: {num_images:,} images in {num_classes:,} classes"

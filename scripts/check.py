@@ -29,6 +29,7 @@ from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import retry
 from loading.decode import MODES, Decoding, decode_plainly, load_image, orientation_of, resized_size, unused_range
 from loading.forms import open_source
+from loading.lists import alike_classes
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
 from loading.remote import RemotePack
@@ -52,6 +53,7 @@ KINDS = {
     "alpha": (False, "transparency, which train.py drops unless --in-chans is 4: hidden colours show"),
     "dark": (True, "samples of more than 8 bits use little of their range, so that images are of nearly one tone"),
     "deep": (False, "samples of more than 8 bits, of which the highest 8 are loaded"),
+    "alike": (False, "classes whose names look alike: perhaps one class, written in two ways"),
     "turned": (False, "EXIF says to turn it, as train.py does with --exif, and ImageFolder does not"),
 }
 
@@ -189,6 +191,8 @@ def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Re
             if expected not in ("any", number):
                 reason = f"{name} has {number:,} {noun}, and {expected:,} are expected (--expect-{option})"
                 report.add("set", name, None, reason)
+        if words := alike_classes(index.classes):
+            report.add("alike", name, None, words)
     if len(splits) == 2 and splits["train"].classes != splits["val"].classes:
         train, val = set(splits["train"].classes), set(splits["val"].classes)
         for name, alone in (("train", train - val), ("val", val - train)):

@@ -13,7 +13,10 @@ from torchvision import datasets
 from errors import UserError
 from loading import index, lists
 from loading.forms import open_named, open_source
+from loading.lists import alike_classes
 from tests.images import write_images
+from tests.ranks import run_ranks, tool_rank
+from tests.started import SMALL_PLAIN, run_train
 
 
 @pytest.fixture
@@ -257,3 +260,18 @@ def test_a_list_of_a_spreadsheet_on_windows_is_read(folder, capsys):
         assert found.form == "list"
         assert [found.read(number) for number in range(len(found))] == [known.read(n) for n in range(len(known))]
         assert found.fingerprint() == known.fingerprint()
+
+
+def test_labels_that_look_alike_are_told_by_every_start(folder, tmp_path):
+    assert alike_classes(["a", "b", "ab", "ba"]) == ""
+    forms = {unicodedata.normalize(form, "Käfer") for form in ("NFC", "NFD")}
+    assert alike_classes([*forms, "x"]).startswith("classes 'K")
+    rows = [{**row, "label": "CLASS0"} if number == 0 else row for number, row in enumerate(rows_of(folder, "train"))]
+    write_list(folder / "train.csv", rows)
+    words = "classes 'CLASS0' and 'class0' differ in case, spaces or Unicode form alone"
+    argv = ["--data-path", folder, "--minival", "0.2", *SMALL_PLAIN, "--batch-size", 2, "--epochs", 1]
+    for more in ([], ["--dry-run"]):
+        done = run_train(tmp_path, *argv, *more, "--output-dir", tmp_path / "out").check()
+        assert done.output.count(words) == 1
+    done = run_ranks(tool_rank, 1, "check", [folder, "--expect-val", 0], log_folder=tmp_path)
+    assert words in done.output

@@ -215,7 +215,9 @@ def test_a_dry_run_refuses_weights_of_another_model(made, tmp_path):
     folder, _ = made
     argv = ["--data-path", folder / "images", "--batch-size", 4, *MACHINE, "--dry-run", "--model", TIMMS]
     run_train(tmp_path, *argv, "--weights", folder / "timm.pth").check()
-    refused(run_train(tmp_path, *argv, "--weights", folder / "own.pth"), "own.pth belongs to another model")
+    refused(
+        run_train(tmp_path, *argv, "--weights", folder / "own.pth"), "own.pth belongs to another model", "docs/runs.md"
+    )
 
 
 def test_a_file_that_torchvision_publishes_is_prepared_as_published(tmp_path):
