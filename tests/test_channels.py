@@ -110,7 +110,7 @@ def test_first_layers_are_adapted_as_in_timm(tmp_path, capsys):
         for in_chans in MODES:
             args = resolved("--model", name, "--in-chans", str(in_chans))
             found = build_model(args, 1000, weights, "x").state_dict()
-            assert f"x: {first} with 3 channels is" in capsys.readouterr().out
+            assert f"x: {first} of 3 channels is" in capsys.readouterr().out
             assert torch.equal(found[first], adapt_input_conv(in_chans, weights[first].clone()))
             assert all(torch.equal(each, found[key]) for key, each in weights.items() if key != first)
             with pytest.raises(UserError, match="x is for 3 channels, but --in-chans is"):
