@@ -350,6 +350,8 @@ def start_loading(args: Resolved) -> Loading:
             f"{len(dataset)} training and {len(dataset_test)} validation images of "
             f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
+        if words := alike_classes(dataset.classes):
+            print(words)
         warn_of_uneven(dataset, args)
     if is_remote(args.data_path) and not args.test_only and read_launch().local_rank == 0:
         splits = ["train"] if args.minival else ["train", "val"]
@@ -395,12 +397,7 @@ def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
 
 
 def warn_of_uneven(dataset: IndexedImageFolder, args: Resolved) -> None:
-    """Print a line if a class has at most a tenth as many images as most classes, and no option is about that.
-
-    One too if names of classes look alike.
-    """
-    if words := alike_classes(dataset.classes):
-        print(words)
+    """Print a line if a class has at most a tenth as many images as most classes, and no option is about that."""
     counts = count_classes(dataset.index)
     if len(counts) == 1 and dataset.index.label_sets is None:
         print(f"there is only one class, {dataset.classes[0]}: accuracy is 100 %, whatever the model learns")

@@ -212,11 +212,11 @@ def raise_file_limit(world_size: int) -> None:
     import resource  # not above: Windows, which lacks it, is told so later
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    hard = sys.maxsize if hard == resource.RLIM_INFINITY else hard
-    if hard < (least := 3 * world_size + 20):
+    most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    if most < (least := 3 * world_size + 20):
         raise UserError(f"{world_size} processes need {least} open files each; `ulimit -Hn` allows {hard}: raise it")
-    if soft != resource.RLIM_INFINITY and soft < (needed := min(least + 1000, hard)):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    if soft != resource.RLIM_INFINITY and soft < (needed := min(least + 1000, most)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def join_processes(args: Any) -> None:

@@ -205,15 +205,18 @@ def find_torchcodec() -> str:
     """Return the version of TorchCodec, if it and Pillow are installed in a pair of `PROVEN_DECODERS`; else nothing."""
     try:
         found = version("torchcodec"), version("pillow")
-        importlib.import_module("torchcodec.decoders")
+        if tuple(each.rpartition(".")[0] for each in found) in PROVEN_DECODERS:
+            importlib.import_module("torchcodec.decoders")
+            return found[0]
     except Exception:  # it is missing, or was built for another torch
-        return ""
-    return found[0] if tuple(each.rpartition(".")[0] for each in found) in PROVEN_DECODERS else ""
+        pass
+    return ""
 
 
 def fast_decoder(args: Any) -> str:
     """Return `find_torchcodec` where loader processes use it: for Pillow's pixels resized by our own way."""
-    return find_torchcodec() if getattr(args, "workers", 0) and args.backend is None else ""
+    is_used = getattr(args, "workers", 0) and args.backend is None and args.synthetic is None
+    return find_torchcodec() if is_used else ""
 
 
 def find_recipe(name: str) -> Path:
