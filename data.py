@@ -31,7 +31,7 @@ from loading.loader import BatchLoader, check_workers, largest_batch_bytes
 from loading.remote import in_child, is_remote
 from loading.source import Source, Subset, count_classes, first_of_each_class, labels_of, minival_numbers, without
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
-from randomness import AUGMENTATION, ERASING, MIXING, Draws, fold_seed, seed_host
+from randomness import AUGMENTATION, ERASING, FLIP, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 from settings import config
 from settings.config import Assigned, Resolved
@@ -152,11 +152,23 @@ class IndexedImageFolder(Dataset):
             if not hasattr(preset, "load"):
                 image = decode_plainly(payload)
                 return image if preset is None else preset(image)
-            return preset.load(payload, draws)
+            pixels = preset.load(payload, draws)
+            return pixels.flip(-1) if self._is_flipped(preset, key) else pixels
         except RuntimeError as error:
             if "you tried to allocate" in str(error):  # torch's message for lack of memory
                 raise MemoryError from error
             raise
+
+    def _is_flipped(self, preset: Any, key: int) -> bool:
+        """Tell whether `--hflip-mode alternating` flips an image: a random half in epoch 0, the others in epoch 1, ...
+
+        Of Jordan's "94% on CIFAR-10 in 3.29 seconds" (arXiv 2404.00498, section 3.6): in two epochs a run then sees
+        each image both ways, where random flips show half of the images the same way twice.
+        """
+        if getattr(preset, "hflip_mode", "random") == "random":
+            return False
+        showing = key.epoch + key.repetition if isinstance(key, SampleKey) else 0
+        return (fold_seed(FLIP, self.seed, key) + showing) % 2 == 1
 
 
 class SyntheticSource(Source):

@@ -198,9 +198,11 @@ class ClassificationPresetTrain(_Preset):
         exif: `load` turns images as their EXIF orientation says.
         grey_range: samples of grey images of more than 8 bits that `load` makes 0 and 255.
         crop_mode: `random`, or the whole image: `squash` or `border`, as in `ClassificationPresetEval`.
+        hflip_mode: `random`, or `alternating`: nothing is flipped here, and `data.py` flips each image in every second epoch.
     """
 
     hflip_prob: float = 0.5
+    hflip_mode: str = "random"
     crop_scale: float = 0.08
     auto_augment_policy: Any = None
     ra_magnitude: int = 9
@@ -212,6 +214,10 @@ class ClassificationPresetTrain(_Preset):
     blur_prob: float = 0.0
     crop_mode: str = "random"
     crop_modes: ClassVar = ("random", "squash", "border")
+
+    def __post_init__(self) -> None:
+        self.hflip_prob = self.hflip_prob if self.hflip_mode == "random" else 0.0
+        super().__post_init__()
 
     def _steps(self) -> list:
         scale, how = (self.crop_scale, 1.0), {"interpolation": self.interpolation, "antialias": True}

@@ -13,7 +13,7 @@ import numpy
 import torch
 
 # Purposes of draws; two purposes at the same address draw unrelated numbers.
-AUGMENTATION, MIXING, FORWARD, ERASING, UPDATE, EVALUATION = 1, 2, 3, 4, 5, 6
+AUGMENTATION, MIXING, FORWARD, ERASING, UPDATE, EVALUATION, FLIP = 1, 2, 3, 4, 5, 6, 7
 
 _MASK, _STEP = (1 << 64) - 1, 0x9E3779B97F4A7C15
 

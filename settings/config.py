@@ -105,6 +105,9 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--train-crop-size-min {train_crop_size_min} is above --train-crop-size {train_crop_size}"),
     (lambda args: args.blur_prob and (args.train_crop_size_min or args.train_crop_size) < 7,
      "--blur-prob needs training images of 7 pixels or more; give a larger crop size, or remove --blur-prob"),
+    (lambda args: args.hflip_mode == "alternating" and args.hflip_prob != BY_NAME["hflip_prob"].default,
+     "--hflip-prob {hflip_prob}: --hflip-mode alternating flips each image in every second epoch; give --hflip-prob "
+     "0.5, or --hflip-mode random"),
     (lambda args: args.lr_scaling != "none" and args.reference_global_batch is None,
      "--lr-scaling {lr_scaling} needs --lr-scaling-batch, the global batch size that --lr is meant for, or a recipe "
      "that sets it"),

@@ -294,6 +294,10 @@ OPTIONS = {
                needs="augment", help="smallest area of a training crop, as a share of the image's"),
         Option("--hflip-prob", metavar="P", default=0.5, at_least=0, at_most=1, not_with="synthetic", needs="augment",
                help="probability of flipping a training image horizontally"),
+        Option("--hflip-mode", default="random", choices=["random", "alternating"], needs="augment", is_strict=True,
+               not_with="synthetic",
+               help="alternating: flip a random half of the training images in the first epoch, the others in the "
+                    "second, and so on, in place of --hflip-prob (Jordan, arXiv 2404.00498)"),
         Option("--auto-augment", metavar="POLICY", not_with="synthetic", needs="augment",
                help=f"augmentation policy: {', '.join(POLICIES)}, timm/SPECIFICATION such as "
                     "timm/rand-m7-mstd0.5-inc1, or FILE.py:FUNCTION (default: none)"),

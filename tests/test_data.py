@@ -24,6 +24,7 @@ from settings import config
 from settings.options import get_args_parser
 from tests.images import pack_classes, write_images
 from tests.ranks import run_ranks
+from tests.runs import FLAG, OPTIONS, Runs, assert_same
 from tests.started import DAMAGES, damage_folder
 
 
@@ -76,6 +77,35 @@ def test_draws_of_a_key_are_those_of_its_address(image_folder, policy, erase):
     expected = preset.finish.transforms[1](preset.finish.transforms[0](dataset.load(SampleKey(5, 1))[0]))
     assert torch.equal(first, expected) == (erase == 0)
     assert ((first == expected) | (first == 0)).all()
+
+
+@pytest.mark.parametrize("others", ["", "--backend pil", "--auto-augment ra"])
+def test_alternating_flips_show_each_image_both_ways_in_two_epochs(image_folder, others):
+    def load(mode, epoch, repetition=0, seed=1):
+        given = f"--train-crop-size 24 --hflip-mode {mode} --seed {seed} {others}".split()
+        options = arguments(image_folder, *given, *["--hflip-prob", 0] * (mode == "random"))
+        dataset, _ = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), options)
+        return [dataset.load(SampleKey(number, epoch, repetition))[0] for number in range(len(dataset))]
+
+    def flips(*address, **seed):
+        """Return for each image whether it is flipped; all else must be what it is without flips."""
+        pairs = list(zip(load("alternating", *address, **seed), load("random", *address, **seed), strict=True))
+        assert all(torch.equal(flipped, plain) or torch.equal(flipped.flip(-1), plain) for flipped, plain in pairs)
+        return [not torch.equal(flipped, plain) for flipped, plain in pairs]
+
+    first = flips(0)
+    assert 0.2 < sum(first) / len(first) < 0.8
+    assert flips(1) == flips(7) == flips(6, 1) == [not flipped for flipped in first]
+    assert flips(2) == flips(1, 1) == first != flips(0, seed=2)
+
+
+def test_alternating_flips_have_the_same_bits_on_one_process_and_two_and_after_a_kill(image_folder, tmp_path):
+    runs = Runs(image_folder, tmp_path, [*OPTIONS, "--hflip-mode", "alternating"])
+    runs.run("undisturbed", 2, FLAG).check()
+    killed = runs.run("killed", 2, FLAG, faults=[(0, "torch.optim.SGD.step", 5, "before")])
+    assert killed.codes[0] == -9, killed.output
+    runs.run("killed", 1, FLAG, "--resume", "auto").check()
+    assert_same(runs, "killed")
 
 
 DAMAGED = {
