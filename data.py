@@ -162,7 +162,7 @@ class IndexedImageFolder(Dataset):
     def _is_flipped(self, preset: Any, key: int) -> bool:
         """Tell whether `--hflip-mode alternating` flips an image: a random half in epoch 0, the others in epoch 1, ...
 
-        Of Jordan's "94% on CIFAR-10 in 3.29 seconds" (arXiv 2404.00498, section 3.6): in two epochs a run then sees
+        Of Jordan's "94% on CIFAR-10 in 3.29 seconds" (arXiv 2404.00498): in two epochs a run then sees
         each image both ways, where random flips show half of the images the same way twice.
         """
         if getattr(preset, "hflip_mode", "random") == "random":

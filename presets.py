@@ -198,7 +198,7 @@ class ClassificationPresetTrain(_Preset):
         exif: `load` turns images as their EXIF orientation says.
         grey_range: samples of grey images of more than 8 bits that `load` makes 0 and 255.
         crop_mode: `random`, or the whole image: `squash` or `border`, as in `ClassificationPresetEval`.
-        hflip_mode: `random`, or `alternating`: nothing is flipped here, and `data.py` flips each image in every second epoch.
+        hflip_mode: `random`; or `alternating`: `data.py` flips each image in every second epoch, and a preset none.
     """
 
     hflip_prob: float = 0.5
@@ -216,6 +216,8 @@ class ClassificationPresetTrain(_Preset):
     crop_modes: ClassVar = ("random", "squash", "border")
 
     def __post_init__(self) -> None:
+        if self.hflip_mode not in ("random", "alternating"):
+            raise ValueError(f"hflip_mode {self.hflip_mode!r}: expected random or alternating")
         self.hflip_prob = self.hflip_prob if self.hflip_mode == "random" else 0.0
         super().__post_init__()
 
