@@ -1,4 +1,4 @@
-"""Add finished runs to records/, and write the tables of results that are made from it.
+"""Add finished runs to records/, write the tables of results that are made from it, and run records again.
 
 A record is a folder: record.json (the claim, the command, the commit, versions, the processor and the last results),
 recipe.toml, metrics.jsonl and log.txt of the run. Paths are cut to their last part, and no name of a host stands in it.
@@ -8,14 +8,24 @@ Examples:
   python -m scripts.ledger runs/imagenette --claim "imagenette, 5 epochs"
   python -m scripts.ledger lite0.log --claim "Lite0, published weights"
   python -m scripts.ledger                       writes the tables again
+  python -m scripts.ledger --verify records/imagenette-* --data-path data/imagenette2-320
 
 Runs of one claim may differ in --seed alone. Those on one kind of processor are one row: their mean, and the smallest
 and largest result.
+
+--verify trains the first steps of each record again, by its recipe and command, and compares what its metrics.jsonl
+holds of them. On the record's kind of processor, with its versions and threads, every bit must be equal; elsewhere the
+losses, within the tolerance of the record, which --measure writes. Exit code 0: equal; 1: something differs; 2: it
+cannot be compared here.
 """
 
+import math
+import os
 import re
 import shlex
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -30,6 +40,7 @@ from files import make_folder, read_bytes, read_json, write_atomically
 from scripts import tool
 from scripts.report import LoggedRun, group_seeds
 from settings.choices import CURVES
+from settings.config import slow_type
 
 PROG = "python -m scripts.ledger"
 BEGIN, END = "<!-- results: python -m scripts.ledger -->\n", "<!-- end of results -->\n"
@@ -45,6 +56,11 @@ _PATH = re.compile(r"(?<![\w.~/-])/(?:[^\s/:;,'\"]+/)*(?=[^\s/])")
 # The result of an evaluation in a log: ours, and torchvision's. And what of the commands of one claim may differ.
 _RESULT = re.compile(r"Test: +Acc@1 (?P<acc1>[\d.]+)(?: Acc@5 (?P<acc5>[\d.]+))?(?:.{,999} n=(?P<n>\d+))?$", re.M)
 _SEED = re.compile(r"(seed[( ]+)(\d+)|--output-dir \S+")
+# What the bits of a record depend on, beside its recipe.
+_OF_BITS = ("torch", "torchvision", "timm", "cpu", "gpu", "threads", "world_size")
+# Variables under which torch and oneDNN compute as on a processor without AVX-512.
+_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+_ROOM = 4  # processors differ in more than instructions and threads
 
 
 def without_paths(text: str) -> str:
@@ -71,9 +87,18 @@ def describe_record(folder: Path) -> dict[str, Any]:
             "seed": int(run["args"]["seed"]),
             "processor": run.get("processor"),
             "environment": dict(run.get("environment", {})),
+            "data": describe_images(run),
             "results": results,
             "hours": records[-1]["hours"],
         }
+
+
+def describe_images(run: dict) -> dict[str, Any]:
+    """Return what tells the photographs of a run.json from others: hashes of names and classes, and some sizes."""
+    return {
+        split: [of[name] for name in ("num_images", "fingerprint", "sample")]
+        for split, of in (("train", run["data"]), ("val", run["data"]["val"]))
+    }
 
 
 def describe_log(path: Path, text: str) -> dict[str, Any]:
@@ -129,6 +154,111 @@ def add_record(path: Path, claim: str, records: Path) -> Path:
                 write_atomically(place / name, payload)
             list(map(row, read_groups([*others, place / "record.json"])))
     return out
+
+
+def run_again(folder: Path, record: dict, steps: int, replaced: list[str], **environ: str) -> tuple[dict, LoggedRun]:
+    """Train the first steps of a record again by its recipe, and return run.json and the run.
+
+    Args:
+        folder: the record's.
+        record: the content of its record.json.
+        steps: the run is ended once it has logged this step.
+        replaced: options in place of the recipe's.
+        environ: further variables of the environment.
+
+    Raises:
+        UserError: the command failed; the message ends with its last line.
+    """
+    processes, threads = record["environment"]["world_size"], record["environment"]["threads"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
+    with tempfile.TemporaryDirectory() as temporary, open(Path(temporary) / "log", "w+b") as log:
+        out = Path(temporary) / "run"
+        options = ["--recipe", folder / "recipe.toml", "--output-dir", out, *replaced]
+        options += ["--device", "cpu"] * ("cpu" in record["environment"])
+        command = [sys.executable, *launcher, tool.ROOT / "train.py", *options]
+        environ = {**os.environ, "OMP_NUM_THREADS": str(threads), **environ}
+        with subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT) as process:
+            try:
+                while process.poll() is None and max(losses_of(out), default=0) < steps:
+                    time.sleep(0.2)
+            finally:
+                code = process.poll()
+                process.terminate()
+        if code:
+            log.seek(0)
+            raise UserError((log.read().decode(errors="replace").splitlines() or ["no output"])[-1])
+        return read_json(out / "run.json"), LoggedRun(out)
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    """Return the losses that a run has logged, by their steps; none before its first line."""
+    return LoggedRun(folder).points("train", "loss") if (folder / "metrics.jsonl").is_file() else {}
+
+
+def first_steps(folder: Path, least: int) -> tuple[dict, int]:
+    """Return a record, and its first logged step from a number on; UserError if it cannot be run again here."""
+    record, losses = read_json(folder / "record.json"), losses_of(folder)
+    if not record or not losses:
+        raise UserError("no record of a training run of train.py; an evaluation is repeated by its command")
+    found = LoggedRun(folder).options
+    device = "cpu" if "cpu" in record["environment"] else "cuda"
+    kind = {name: found.get(name.replace("_", "-")) for name in ("opt", "amp", "amp_dtype")}
+    if slow := slow_type(Namespace(test_only=False, device=device, **kind)):
+        raise UserError(slow)
+    return record, min((step for step in losses if step >= least), default=max(losses))
+
+
+def differences(folder: Path, record: dict, run: dict, here: LoggedRun, steps: int, tolerance: float) -> list[str]:
+    """Return what differs between a record and its first steps run again; the tolerance is a share of a loss."""
+    there = LoggedRun(folder)
+    theirs, ours = {**there.options, "seed": record["seed"]}, here.options
+    of_place = {"data-path", "weights", "workers"}
+    found = [f"{name} is {value} in record.json or recipe.toml, {ours[name]} here"
+             for name, value in theirs.items() if ours.get(name, value) != value and name not in of_place]  # fmt: skip
+    if record.get("data", describe_images(run)) != describe_images(run):
+        found.append("these are not the record's photographs, by their number, names, classes or sizes")
+    for name in ("lr", "loss") if tolerance else (*CURVES, "lr", "grad_norm", "weight_norm"):
+        again = here.points("train", name)
+        for step, value in there.points("train", name).items():
+            allowed = abs(value) * (tolerance if name == "loss" else 0.0)
+            if step <= steps and not abs(again.get(step, math.inf) - value) <= allowed:
+                found.append(f"step {step}: {name} is {value!r} in the record, {again.get(step)!r} here")
+    return found
+
+
+def verify(folder: Path, least: int, replaced: list[str]) -> int:
+    """Run the first steps of a record again and print whether they are equal; return the exit code."""
+    try:
+        record, steps = first_steps(folder, least)
+        print(f"{folder}: {counted(steps, 'step')} again ...", flush=True)
+        run, here = run_again(folder, record, steps, replaced)
+        others = [name for name in _OF_BITS if run["environment"].get(name) != record["environment"].get(name)]
+        names = [each["processor"].partition(" of ")[2] for each in (run, record)]  # "2 cores of ...", or the like
+        others += ["processor"] * (names[0] != names[1])
+        if others and ("gpu" in others or not record.get("tolerance")):
+            raise UserError(f"other than the record's: {', '.join(others)}; and it has no tolerance for that")
+        found = differences(folder, record, run, here, steps, record["tolerance"] if others else 0.0)
+        if found and not differences(folder, record, run, here, steps, record.get("tolerance") or 0.0):
+            found.append("all within rounding, as on another model of this processor")
+    except UserError as error:
+        print(f"{folder}: cannot be compared here: {error}")
+        return 2
+    how = f"within rounding, {record['tolerance']:.1e} of a loss; other: {', '.join(others)}" if others else "every bit"
+    print(f"{folder}: " + (f"differs: {'; '.join(found[:5])}" if found else f"equal in {steps} steps: {how}"))
+    return int(bool(found))
+
+
+def measure(folder: Path, least: int, replaced: list[str]) -> int:
+    """Write into a record how far its first losses move with other instructions and threads; return the exit code."""
+    record, steps = first_steps(folder, least)
+    moved, losses = [0.0], losses_of(folder)
+    for environ in [_AVX2, *({"OMP_NUM_THREADS": str(number)} for number in (1, 2, 4))]:
+        again = run_again(folder, record, steps, replaced, **environ)[1].points("train", "loss")
+        moved.append(max(abs(again[step] / loss - 1) for step, loss in losses.items() if step <= steps))
+        print(f"{folder}: {environ}: the losses of {steps} steps move by up to {moved[-1]:.1e}", flush=True)
+    content = {**record, "tolerance": float(f"{_ROOM * max(moved):.1e}")}
+    write_atomically(folder / "record.json", tool.as_json(content))
+    return 0
 
 
 def kind_of(record: dict) -> str:
@@ -192,19 +322,33 @@ def write_tables(root: Path) -> None:
 
 
 def main() -> None:
-    """Add the runs that the command line names, and write the tables."""
-    parser = tool.build_parser(PROG, "[RUN ... --claim TEXT]", __doc__)
-    text = "output folder of a finished run, or a log"
+    """Add the runs that the command line names, and write the tables; or run records again."""
+    parser = tool.build_parser(PROG, "[RUN ... --claim TEXT | --verify RECORD ...]", __doc__)
+    text = "output folder of a finished run, or a log; with --verify a folder of records/"
     parser.add_argument("runs", metavar="RUN", type=tool.as_path, nargs="*", help=text)
     parser.add_argument("--claim", metavar="TEXT", help="what the runs show, such as 'imagenette, 5 epochs'")
+    parser.add_argument("--verify", action="store_true", help="run the first steps of records again, and compare")
+    parser.add_argument("--measure", action="store_true", help="measure the tolerance of records, and write it to them")
+    text = "with --verify, at least this many, up to the next line of metrics.jsonl (default: 10)"
+    parser.add_argument("--steps", metavar="N", type=tool.positive, default=10, help=text)
+    for name, text in (("data_path", "photographs of --verify"), ("weights", "file of weights, for --verify")):
+        tool.add_train_option(parser, name, text)
 
-    def work() -> None:
+    def work() -> int | None:
         options = parser.parse_args()
+        if options.verify or options.measure:
+            if not options.runs or options.claim:
+                raise UserError("--verify and --measure take folders of records/, and no --claim")
+            given = {"--data-path": options.data_path, "--weights": options.weights}
+            replaced = [word for flag, value in given.items() if value for word in (flag, value)]
+            do = measure if options.measure else verify
+            return max(do(folder, options.steps, replaced) for folder in options.runs)
         if bool(options.runs) != bool(options.claim):
             raise UserError("a run needs --claim TEXT, and --claim needs a run; give both, or none to write the tables")
         for folder in options.runs:
             print(f"wrote {add_record(folder, options.claim, tool.ROOT / 'records')}")
         write_tables(tool.ROOT)
+        return None
 
     tool.run(PROG, work, "interrupted; the same command writes the record again")
 

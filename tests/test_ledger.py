@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 
 import pytest
 from torchvision.datasets.folder import is_image_file
@@ -15,6 +16,7 @@ from errors import UserError
 from files import read_json
 from scripts import ledger
 from tests.ranks import REPOSITORY
+from tests.started import SMALL_ANYWHERE
 
 
 @pytest.fixture
@@ -189,6 +191,88 @@ def test_a_record_of_another_form_is_named_in_one_line(finished, root, change):
     with pytest.raises(UserError, match=r"digits-1-days-seed0/record\.json cannot be a row of the tables: "):
         ledger.write_tables(root)
     assert "old" in (root / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def made(image_folder, tmp_path_factory):
+    """A record of a run of train.py, whose photographs are those of `image_folder`."""
+    folder = tmp_path_factory.mktemp("made")
+    command = ["--data-path", image_folder, "--output-dir", folder / "run", "--print-freq", 2, "--epochs", 2]
+    words = [sys.executable, "train.py", *SMALL_ANYWHERE, *command, "--batch-size", 8, "--seed", 5]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(list(map(str, words)), cwd=REPOSITORY, check=True, capture_output=True, env=environ)
+    content = read_json(folder / "run" / "run.json")
+    content["environment"]["revision"] = "a" * 40
+    (folder / "run" / "run.json").write_text(json.dumps(content))
+    return ledger.add_record(folder / "run", "made", folder)
+
+
+def edit(record, name, old, new):
+    """Replace text in a file of a record, where it comes first."""
+    text = (record / name).read_text()
+    assert old in text
+    (record / name).write_text(text.replace(old, new, 1))
+
+
+def first_loss(record):
+    return repr(json.loads((record / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+
+
+CHANGES = {
+    "nothing": (lambda record: None, 0, "equal in 4 steps: every bit"),
+    "the seed of the recipe": (lambda record: edit(record, "recipe.toml", "seed = 5", "seed = 6"), 1, "seed is 5"),
+    "the seed": (lambda record: edit(record, "record.json", '"seed": 5', '"seed": 6'), 1, "seed is 6"),
+    "the rate": (lambda record: edit(record, "recipe.toml", "lr = 0.1", "lr = 0.2"), 1, "step 2: loss is"),
+    "a loss": (lambda record: edit(record, "metrics.jsonl", first_loss(record), "0.5"), 1, "step 2: loss is 0.5"),
+    "the photographs": (lambda record: None, 1, "these are not the record's photographs"),
+    "no photographs": (lambda record: None, 2, "is not a folder"),
+    "the threads": (lambda record: edit(record, "record.json", '"threads": 1', '"threads": 2'), 1, "step 2: loss is"),
+    "another torch": (lambda record: edit(record, "record.json", '"torch": "', '"torch": "1'), 2, "has no tolerance"),
+    "no metrics": (lambda record: (record / "metrics.jsonl").unlink(), 2, "no record of a training run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_record_is_run_again_and_compared_in_every_bit(made, image_folder, tmp_path, capsys, change):
+    record, data = tmp_path / "records" / "made-seed5", image_folder
+    shutil.copytree(made, record)
+    do, code, words = CHANGES[change]
+    do(record)
+    if change == "the photographs":
+        data = tmp_path / "data"
+        shutil.copytree(image_folder, data)
+        path = min((data / "train").rglob("*.jpg"))
+        path.write_bytes(path.read_bytes() + b"more")
+    if change == "no photographs":
+        data = tmp_path / "nowhere"
+    assert ledger.verify(record, 3, ["--data-path", str(data)]) == code
+    assert words in capsys.readouterr().out
+
+
+def test_elsewhere_a_records_losses_are_compared_within_its_measured_tolerance(made, image_folder, tmp_path, capsys):
+    record = tmp_path / "made-seed5"
+    shutil.copytree(made, record)
+    place = ["--data-path", str(image_folder)]
+    assert ledger.measure(record, 2, place) == 0
+    tolerance = read_json(record / "record.json")["tolerance"]
+    assert 0 <= tolerance < 0.01
+    edit(record, "record.json", '"cpu": "', '"cpu": "another ')
+    assert ledger.verify(record, 2, place) == (0 if tolerance else 2)
+    loss = first_loss(record)
+    edit(record, "record.json", f'"tolerance": {tolerance}', '"tolerance": 0.01')
+    for factor, code in ((1.009, 0), (1.02, 1)):
+        edit(record, "metrics.jsonl", first_loss(record), repr(float(loss) * factor))
+        assert ledger.verify(record, 2, place) == code
+    assert "within rounding, 1.0e-02 of a loss; other: cpu" in capsys.readouterr().out
+
+
+def test_a_record_in_bfloat16_is_not_compared_where_that_is_slow(made, tmp_path, monkeypatch, capsys):
+    record = tmp_path / "made-seed5"
+    shutil.copytree(made, record)
+    edit(record, "recipe.toml", "amp = false", 'amp = true\namp-dtype = "bfloat16"')
+    monkeypatch.setattr("distributed.collectives.has_fast_bfloat16", lambda: False)
+    assert ledger.verify(record, 2, []) == 2
+    assert "no bfloat16 instructions" in capsys.readouterr().out
 
 
 def test_the_tables_are_those_of_the_records_and_no_record_names_a_machine(tmp_path):
