@@ -28,17 +28,13 @@ def model():
     return model
 
 
-def normalised(vector, weight):
-    """Return a vector divided by its root mean square, and weighted."""
-    return vector / numpy.sqrt((vector**2).mean() + 1e-6) * weight
-
-
-def as_complex(vector, place, theta):
-    """Return pairs of channels as complex numbers, turned by the frequencies of a row and of a column."""
-    pairs = vector[0::2] + 1j * vector[1::2]
-    num = len(pairs) // 2
-    turns = [theta ** (-i / num) * place[axis] for axis in (0, 1) for i in range(num)]
-    return pairs * numpy.exp(1j * numpy.array(turns))
+def turned(vector, weight, place, theta):
+    """Return pairs of normalised channels as complex numbers, turned by their row and their column."""
+    vector = vector / numpy.sqrt((vector**2).mean() + 1e-6) * weight
+    pairs, num = vector[0::2] + 1j * vector[1::2], len(vector) // 4
+    return pairs * numpy.exp(
+        1j * numpy.array([theta ** (-i / num) * place[axis] for axis in (0, 1) for i in range(num)])
+    )
 
 
 @pytest.mark.parametrize(("letter", "name"), [("s", "small"), ("b", "base")])
@@ -62,11 +58,10 @@ def test_attention_is_that_of_complex_numbers(model):
     qkv = (tokens[0].numpy() @ weights["qkv.weight"].T).reshape(21, 3, 2, 8)
     outputs = numpy.zeros((21, 16))
     for head in range(2):
-        turned = [[as_complex(normalised(qkv[n, part, head], weights[f"{'qk'[part]}_norm.weight"]), *places[n])
-                   for n in range(21)] for part in (0, 1)]  # fmt: skip
+        q, k = ([turned(qkv[n, part, head], weights[f"{letter}_norm.weight"], *places[n]) for n in range(21)]
+                for part, letter in enumerate("qk"))  # fmt: skip
         for n in range(21):
-            products = numpy.array([(turned[0][n] * key.conj()).real.sum() for key in turned[1]]) / 8**0.5
-            shares = numpy.exp(products - products.max())
+            shares = numpy.exp(numpy.array([(q[n] * key.conj()).real.sum() for key in k]) / 8**0.5)
             outputs[n, head * 8 : head * 8 + 8] = shares / shares.sum() @ qkv[:, 2, head]
     expected = outputs @ weights["proj.weight"].T + weights["proj.bias"]
     assert attention(tokens, model.cos, model.sin)[0].detach().numpy() == pytest.approx(expected, abs=1e-4)
@@ -78,8 +73,7 @@ def test_a_rotated_product_depends_on_where_tokens_are_to_each_other():
     everywhere = [vit5.rotate(each.expand(196, 64), angles.cos(), angles.sin()).view(14, 14, 64) for each in (q, k)]
     assert torch.allclose(everywhere[0].norm(dim=-1), q.norm())
     products = torch.einsum("abc,dec->abde", *everywhere)
-    shifted = products[2:, 3:, 2:, 3:]
-    assert torch.allclose(products[:12, :11, :12, :11], shifted, atol=1e-4)  # the angles are float32
+    assert torch.allclose(products[:12, :11, :12, :11], products[2:, 3:, 2:, 3:], atol=1e-4)  # the angles are float32
     assert products[0, 0].flatten().std() > 0.1 * products.std()  # while they do depend on it
 
 
@@ -110,7 +104,7 @@ def test_rows_and_columns_are_alike(model, is_turned):
     assert torch.allclose(other(image.transpose(2, 3)), model(image), rtol=1e-3, atol=1e-3) is is_turned
 
 
-def test_everything_is_trained_and_blocks_begin_as_nearly_nothing():
+def test_everything_is_trained_blocks_begin_as_nearly_nothing_and_the_class_token_is_scored():
     model = vit5.ViT5(5, **SMALL)
     tokens = torch.randn(2, 21, 16)
     assert (model.blocks[0](tokens, model.cos, model.sin) - tokens).abs().max() < 1e-3
@@ -118,6 +112,8 @@ def test_everything_is_trained_and_blocks_begin_as_nearly_nothing():
     assert all(parameter.grad.any() for parameter in model.parameters())  # registers too, by attention alone
     with torch.autocast("cpu", torch.bfloat16):
         assert model(torch.randn(2, 3, 64, 64)).isfinite().all()
+    model.blocks = nn.ModuleList()
+    assert torch.equal(model(torch.randn(1, 3, 64, 64)), model.head(model.norm(model.cls_token[:, 0])))
 
 
 def test_the_recipes_options_reach_it(image_folder, tmp_path):
@@ -131,7 +127,7 @@ def test_the_recipes_options_reach_it(image_folder, tmp_path):
     exempt = {name for name, parameter in model.named_parameters() if not decays[id(parameter)]}
     matrices = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)}
     assert exempt == {name for name, _ in model.named_parameters()} - matrices
-    argv = [*recipe, "--data-path", image_folder, "--device", "cpu", "--workers", 0, "--batch-size", 4]
-    argv += ["--global-batch-size", 12, "--stop-epoch", 1, "--output-dir", tmp_path / "out"]
+    argv = [*recipe, *"--device cpu --workers 0 --batch-size 4 --global-batch-size 12 --stop-epoch 1".split()]
+    argv += ["--data-path", image_folder, "--output-dir", tmp_path / "out"]
     refused(run_train(tmp_path, *argv), "--recipe vit5-s names no model; give --model examples/vit5.py:vit5_s")
     assert "stopped after step 2" in run_train(tmp_path, *argv, *own).check().output
