@@ -44,9 +44,11 @@ def measure() -> dict[str, int]:
 
     code = {path: count_code((ROOT / path).read_text(encoding="utf-8")) for path in python if path not in tests}
     tools = [path for path in code if path.startswith(("scripts/", ".ci/"))]
+    examples = [path for path in code if path.startswith("examples/")]
     return {
-        "core, lines of code": sum(lines for path, lines in code.items() if path not in tools),
+        "core, lines of code": sum(lines for path, lines in code.items() if path not in [*tools, *examples]),
         "tools, lines of code": sum(code[path] for path in tools),
+        "examples, lines of code": sum(code[path] for path in examples),
         "tests, lines": sum((ROOT / path).read_bytes().count(b"\n") for path in tests),
         "README.md and docs/, bytes": sum((ROOT / path).stat().st_size for path in pages),
         "options": len(BY_NAME),

@@ -318,6 +318,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Parsed:
     path = find_recipe(typed.recipe)
     recipe = read_recipe(path)
     given = argparse.Namespace(**{**recipe_values(path, recipe), **vars(typed)})
+    # A recipe of own code cannot name its model; without one the default would be trained.
+    if "model" not in given and (found := re.search(r"--model \S+\.py:\S+", str(recipe.get("command")))):
+        raise UserError(f"--recipe {typed.recipe} names no model; give {found[0]}, or another one")
     return resolve(given, recipe.get("reference-global-batch"), typed=vars(typed).keys())
 
 

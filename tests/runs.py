@@ -1,6 +1,7 @@
 """Runs of a test's own: around its own steps, at a step and nothing else, and of a recipe with a bit of everything."""
 
 import json
+import re
 
 import torch
 
@@ -13,8 +14,16 @@ from distributed.signals import Signals
 from metrics import build_metrics
 from monitoring.monitor import Monitor
 from run import Run
+from settings import config
 from tests.endings import differing, flatten, read_metrics
-from tests.ranks import run_ranks, train_rank
+from tests.ranks import REPOSITORY, run_ranks, train_rank
+
+
+def argv_of_recipe(name):
+    """Return a dry run of a recipe, with the model that its command gives where it cannot name it."""
+    command = config.read_recipe(config.find_recipe(name)).get("command", "")
+    own = [f"{REPOSITORY}/{found}" for found in re.findall(r"--model (\S+\.py:\S+)", command)]
+    return ["--recipe", name, "--dry-run", *[f"--model={each}" for each in own]]
 
 
 def run_of(args, folder, model, optimizer, sampler, device, kind=Run):

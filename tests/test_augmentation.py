@@ -20,6 +20,7 @@ import transforms
 from presets import TimmPolicy, build_presets
 from randomness import AUGMENTATION, MIXING, fold_seed, seed_host
 from settings import config
+from tests.runs import argv_of_recipe
 
 COUNT = 10_000
 
@@ -54,7 +55,7 @@ def assert_same_distribution(ours, theirs):
 @cache
 def recipes():
     paths = sorted(config.RECIPES_DIR.glob("*.toml"))
-    return [config.parse_args(["--recipe", str(path), "--dry-run", "--device", "cpu"]) for path in paths]
+    return [config.parse_args([*argv_of_recipe(str(path)), "--device", "cpu"]) for path in paths]
 
 
 def one_of_each(*names):

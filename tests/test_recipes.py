@@ -24,17 +24,18 @@ from monitoring import preview
 from settings import config
 from tests.images import pack_shards
 from tests.ranks import run_ranks, some_slow, train_rank
+from tests.runs import argv_of_recipe
 from tests.started import refused, run_train
 from transforms import RandomMix
 
 RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))
-ONE_OF_A_MODEL = {config.read_recipe(config.find_recipe(name))["model"]["model"]: name for name in RECIPES}.values()
+ONE_OF_A_MODEL = {config.parse_args(argv_of_recipe(name)).model: name for name in RECIPES}.values()
 
 
 @functools.cache
 def options_by_name(name):
     """Return a recipe's options as a run on one process has them."""
-    args = config.parse_args(["--recipe", name, "--dry-run"])
+    args = config.parse_args(argv_of_recipe(name))
     batch = args.global_batch_size or args.batch_size
     return args.replaced(distributed=False, device="cpu", global_batch_size=batch)
 
@@ -179,7 +180,7 @@ def test_every_recipe_resolves_and_says_where_it_is_from(name):
 def test_a_preview_of_every_recipe_names_no_option_without_effect(name):
     if needs_timm(options_by_name(name)):
         pytest.importorskip("timm")
-    text = preview.preview(config.parse_args(["--recipe", name, "--dry-run"]))
+    text = preview.preview(config.parse_args(argv_of_recipe(name)))
     assert "learning rate at the start of epoch 0: " in text
     assert "has no effect" not in text
     if name not in ("digits", "imagenette"):
@@ -400,6 +401,23 @@ def test_losses_are_the_sources(name, share):
     mixed = share * nn.functional.one_hot(target, 10) + (1 - share) * nn.functional.one_hot(target.roll(1), 10)
     expected = references_loss(args, output, target, share)
     assert float(criterion(output, mixed)) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "momentum", "eps", "magnitude", "prob"), [("small", 0.95, 1e-6, 9, 0.5), ("medium", 0.997, 1e-3, 15, 0.7)]
+)
+def test_mobilenets_have_the_batchnorm_decay_and_operations_of_googles_files(size, momentum, eps, magnitude, prob):
+    pytest.importorskip("timm")
+    args = options_by_name(f"mobilenetv4_conv_{size}")
+    model = build_without_memory(args, 1000)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert {(round(1 - norm.momentum, 9), norm.eps) for norm in norms} == {(momentum, eps)}
+    still = [group["params"] for group in optim.build_parameter_groups(args, model) if not group["weight_decay"]]
+    assert {id(p) for params in still for p in params} == {id(p) for norm in norms for p in norm.parameters()}
+    policy = presets.build_presets(args)[0].policy.transforms[0].policy
+    assert {(op.name, op.prob) for op in policy.ops} >= {("Invert", prob), ("SolarizeAdd", prob)}
+    assert (len(policy.ops), policy.num_layers) == (15, 2)  # Google's sixteen but Cutout
+    assert {min(op.magnitude, op.magnitude_max or 10) for op in policy.ops} == {magnitude}
 
 
 def test_fast_crops_grow_as_in_ffcv():
