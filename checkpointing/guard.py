@@ -179,6 +179,8 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
                 "all images, so this cannot be changed"
             )
         refused += _compare_sets("train", theirs, _describe_set(train), notes)
+    if line := find_trained_on(f"--resume {args.resume}", state["args"], theirs, args, val):
+        print(line)
     part = state["args"].get("minival"), state["args"].get("minival_fold", 0)
     sets = {"val": val, **more} if part == (args.minival, args.minival_fold) else more
     known = {"val": theirs["val"], **state.get("eval_data", {})}
@@ -188,6 +190,32 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
     if refused:
         _refuse_data(args, refusal, refused)
     _print_joined("", notes)
+
+
+def holds_out(options: dict[str, Any], fraction: float, fold: int) -> bool:
+    """Tell whether a run with these options held out what this `--minival` and `--minival-fold` do, or more."""
+    theirs, its_fold = options.get("minival"), options.get("minival_fold", 0)
+    is_part = fold == its_fold == 0 and isinstance(theirs, float) and fraction <= theirs
+    return is_part or (theirs, its_fold) == (fraction, fold)
+
+
+def find_trained_on(source: str, options: dict[str, Any], images: Any, args: Any, val: Any) -> str:
+    """Return a line if weights were trained on images that `--minival` holds out here, else an empty one.
+
+    Args:
+        source: the name of the weights.
+        options: those of the run that trained them.
+        images: the `data` of its checkpoint, if it has any.
+        args: the options of this run.
+        val: the validation set.
+    """
+    if not args.minival or not isinstance(images, dict) or holds_out(options, args.minival, args.minival_fold):
+        return ""
+    ours = val.index.identity()
+    if not any(ours[name] is not None and images.get(name) == ours[name] for name in ("path", "sample")):
+        return ""
+    part = f"--minival {args.minival} --minival-fold {args.minival_fold}"
+    return f"{source} has trained on images that {part} holds out: its accuracy here will be too high"
 
 
 def _check_ranks(name: str, dataset: Any | None) -> None:
@@ -205,6 +233,8 @@ def check_classes(weights: Any, args: Any, val: Any) -> None:
     Of `Weights` that name none `models.load_matching` counts the classes, and refuses those in an unknown order.
     """
     is_sure = weights.classes is not None or "data" in parse_allowed(args.allow_change)
+    if line := find_trained_on(f"--weights {args.weights}", weights.options, weights.images, args, val):
+        print(line)
     weights.disorder = [] if is_sure else find_disorder(weights.script, val.classes)
     if weights.classes is None or len(weights.classes) != len(val.classes):
         return

@@ -43,6 +43,7 @@ class Weights(OrderedDict):
     disorder: Sequence[str] = ()  # of `guard.find_disorder`, for the classes of the images to come
     classes: list[str] | None = None  # names of the classes, if the file has them
     options: dict[str, Any]  # the checkpoint's, with its `arch` as the model; empty for a bare state dict
+    images: Any = None  # of a checkpoint of ours, `data`: the set that it was trained on
     file: str = ""  # the name of the file
     origin: str = "as in the checkpoint"  # words about where the options come from
 
@@ -91,7 +92,7 @@ def extract_weights(content: dict, name: str, *, is_average: bool = False) -> We
     weights.kind = ("the average" if is_average else "the raw weights") + (f" of {model}" if model else "")
     if not is_average and average is not None:
         weights.kind += ", not their average, which --ema selects"
-    weights.classes = _classes(content)
+    weights.classes, weights.images = _classes(content), content.get("data")
     return weights
 
 

@@ -62,7 +62,7 @@ class ListIndex(ImageIndex):
         scan.watch(self.where, os.stat(self.where))
         rows = _read_rows(self.files[0], self.root.name, self.separator)
         rows = [(line, with_slashes(path, self.root.parent), label) for line, path, label in rows]
-        rows = [row for row in rows if self._check_path(*row)]
+        self._check_paths(rows)
         if not rows:
             raise UserError(f"{self.where} lists no images of {self.root.name}")
         heics = [path for _, path, _ in rows if path.lower().endswith(HEIC_EXTENSIONS)]
@@ -101,19 +101,23 @@ class ListIndex(ImageIndex):
             labels[file] = label
         return list(labels)
 
-    def _check_path(self, line: int, path: str, _: str) -> bool:
-        """Refuse a path that is no image's; return True."""
-        reason = ""
+    def _check_paths(self, rows: list[tuple[int, str, str]]) -> None:
+        """Raise UserError if some paths are no image's: the first, why, and the lines of others."""
+        wrong = [(line, path, reason) for line, path, _ in rows if (reason := self._why_no_image(path))]
+        if wrong:
+            line, path, reason = wrong[0]
+            lines = ", ".join(str(each[0]) for each in wrong[1:10]) + ", ..." * (len(wrong) > 10)
+            more = f"; {counted(len(wrong) - 1, 'other path')} of this list too: lines {lines}" if lines else ""
+            raise UserError(f"{self.where}, line {line}: {path!r} {reason}{more}")
+
+    def _why_no_image(self, path: str) -> str:
         if ".." in path.split("/"):
-            reason = "contains ..; give an absolute path"
-        elif not path.lower().endswith((*self.extensions, *PHONE_EXTENSIONS)):
+            return "contains ..; give an absolute path"
+        if not path.lower().endswith((*self.extensions, *PHONE_EXTENSIONS)):
             known = " ".join((*self.extensions, *PHONE_EXTENSIONS))
-            reason = f"has none of the extensions {known}; write the full file name, or give --extensions"
-        elif not os.path.isfile(os.path.join(self.root.parent, path)):
-            reason = f"is not a file; paths are relative to {self.root.parent}, or absolute"
-        if reason:
-            raise UserError(f"{self.where}, line {line}: {path!r} {reason}")
-        return True
+            return f"has none of the extensions {known}; write the full file name, or give --extensions"
+        is_there = os.path.isfile(os.path.join(self.root.parent, path))
+        return "" if is_there else f"is not a file; paths are relative to {self.root.parent}, or absolute"
 
     def _number_sets(self, texts: list[str], scan: Scan) -> tuple[list[str], list[int], list[str]]:
         """Return the classes, the row of each text in `scan.label_sets`, and a folder's name for each row."""

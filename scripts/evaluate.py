@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 
 import data
-from checkpointing.guard import find_disorder
+from checkpointing.guard import find_disorder, holds_out
 from distributed import collectives
 from distributed.launch import read_launch
 from errors import UserError, aligned, end_by, one_line, require_package, require_timm
@@ -382,9 +382,7 @@ def open_sets(
 ) -> tuple[list[ImageSet], list[str]]:
     """Return the sets, and the names of the model's classes for the results."""
     part = options.minival, options.minival_fold or 0
-    seen = trained.trained_with.get("minival"), trained.trained_with.get("minival_fold", 0)
-    is_held = seen == part or (seen[1] == part[1] == 0 and isinstance(seen[0], float) and (part[0] or 1) <= seen[0])
-    if options.minival is not None and not is_held:
+    if options.minival is not None and not holds_out(trained.trained_with, *part):
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
     sets = []
     for text in options.sets:

@@ -209,9 +209,10 @@ def predict(options: argparse.Namespace) -> int:
             write_page(options, pairs, preset.decoding, is_ranked=not is_multi_label)
         if options.csv is not None:
             pairs = zip(results, truths, strict=True)
-            rows = [[each.file, truth, *chain(*each.top)] for each, truth in pairs if isinstance(each, Prediction)]
+            tops = [(each, truth) for each, truth in pairs if isinstance(each, Prediction)]
+            rows = [[each.file, truth, *chain(*((name, f"{p:.6g}") for name, p in each.top))] for each, truth in tops]
             ranks = range(1, max(map(len, rows), default=2) // 2)
-            names = ["file", "class", *chain(*((f"predicted {rank}", f"share {rank}") for rank in ranks))]
+            names = ["file", "true class", *chain(*((f"predicted {rank}", f"share {rank}") for rank in ranks))]
             write_output(options.csv, as_csv([names, *rows]), "--csv")
         show(predictions, trained.preprocessing, options, stdout)
     unreadable = [each for each in results if isinstance(each, str)]

@@ -241,6 +241,14 @@ def test_minival_is_what_training_has_held_out(image_folder, tmp_path, fold):
     assert (found["nll"], found["acc1"]) == pytest.approx((line["loss"], line["acc1"]))
     others = run(tmp_path, tmp_path / "out" / "checkpoint.pth", *argv[:4], "--minival-fold", 1).check()
     assert "the checkpoint was trained on these images" in others.output
+    # And train.py, of weights and of a checkpoint.
+    fold = ["--minival-fold", fold[1]] if fold else []
+    for word in ("--weights", "--resume"):
+        argv = ["--data-path", image_folder, *SMALL, "--batch-size", BATCH, "--test-only", word]
+        argv += [tmp_path / "out" / "checkpoint.pth", "--minival", 0.25]
+        seen = run_train(tmp_path, *argv, "--minival-fold", 1).check().output
+        assert f"{word} {argv[-3]} has trained on images that --minival 0.25 --minival-fold 1 holds out" in seen
+        assert "has trained on images" not in run_train(tmp_path, *argv, *fold).check().output
     argv = ["--set", f"seen={image_folder / 'train'}", "--set", f"new={image_folder / 'val'}"]
     told = run(tmp_path, tmp_path / "out" / "checkpoint.pth", *argv).check().output
     assert "seen: the checkpoint was trained on these images, unless --minival held some out" in told

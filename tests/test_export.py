@@ -220,10 +220,10 @@ def test_json_stands_alone_on_standard_output(made, tmp_path):
     content = (tmp_path / "found.csv").read_bytes()
     header, *rows = csv.reader(content.removeprefix("\ufeff".encode()).decode().splitlines())
     assert content.startswith("\ufeff".encode())
-    assert header == ["file", "class", "predicted 1", "share 1", "predicted 2", "share 2"]
+    assert header == ["file", "true class", "predicted 1", "share 1", "predicted 2", "share 2"]
     for row, each in zip(rows, predictions, strict=True):
         assert row[:2] == [each["file"], ""]
-        expected = [(best["class"], best["probability"]) for best in each["top"]]
+        expected = [(best["class"], pytest.approx(best["probability"], rel=1e-5)) for best in each["top"]]
         assert [*zip(row[2::2], map(float, row[3::2]), strict=True)] == expected
     assert all(line.startswith(("predicting: ", "preprocessing: ")) for line in done.output.splitlines()), done.output
 

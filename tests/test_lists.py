@@ -133,6 +133,10 @@ def edited(folder: Path, **changes) -> None:
 
 @pytest.mark.parametrize(("spoil", "message"), [
     (lambda folder: edited(folder, path="train/nowhere.jpg"), "'train/nowhere.jpg' is not a file; paths are relative"),
+    (lambda folder: write_list(folder / "train.csv", [
+        row | ({"path": f"{number}.jpg"} if number in (0, 2, 3) else {})
+        for number, row in enumerate(rows_of(folder, "train", folder))
+    ]), r"line \d+: '\d.jpg' is not a file; .*; 2 other paths of this list too: lines \d+, \d+$"),
     (lambda folder: edited(folder, path="../x.jpg"), "contains .."),
     (lambda folder: edited(folder, path="train/7"), "has none of the extensions"),
     (lambda folder: edited(folder, label=""), "label is ''; expected one name or number"),
