@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from files import own_temporary_folder
-from models.freezing import freeze_below, freeze_below_classifier, set_training_mode
+from models.freezing import freeze_batchnorm, freeze_below, freeze_below_classifier, set_training_mode
 from settings.custom_code import check_code, load_function, parse_kwargs
 from settings.options import BY_NAME, split_custom
 
@@ -101,6 +101,8 @@ def build_model(
         freeze_below_classifier(model, classifier_layers(model, num_classes))
     elif args.freeze_below:
         freeze_below(model, args.freeze_below)
+    if args.freeze_batchnorm:
+        freeze_batchnorm(model)
     if split_custom(args.model):
         check_sizes(model, args, num_classes)
     elif args.test_only and args.resume:

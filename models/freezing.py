@@ -30,6 +30,15 @@ def freeze_below(model: nn.Module, layer: str) -> None:
         parameter.requires_grad_(False)
 
 
+def freeze_batchnorm(model: nn.Module) -> None:
+    """Freeze all BatchNorm layers: their factors get no gradient, and `set_training_mode` keeps their statistics."""
+    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if not layers:
+        raise UserError("--freeze-batchnorm: the model has no BatchNorm; remove it")
+    for layer in layers:
+        layer.requires_grad_(False)
+
+
 def set_training_mode(model: nn.Module, frozen: Collection[nn.Parameter] = ()) -> None:
     """Switch a model to training mode, but leave modules whose parameters are all frozen in evaluation mode.
 

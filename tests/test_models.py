@@ -169,6 +169,26 @@ def test_below_a_layer_nothing_changes_and_from_it_on_everything_does():
     assert changed_by_a_step(model, args, torch.randn(4, 3, 64, 64)) == above
 
 
+@pytest.mark.parametrize("name", ["resnet18", "timm/test_efficientnet"])
+def test_frozen_batchnorm_keeps_factors_and_statistics_and_all_else_trains(name, tmp_path):
+    plain = config.parse_args(["--synthetic", "--model", name])
+    torch.save(build_model(plain, 4).state_dict(), tmp_path / "first.pth")
+    more = ["--weights", str(tmp_path / "first.pth"), "--freeze-batchnorm", "--lr", "1", "--wd", "0.1"]
+    args = config.parse_args(["--synthetic", "--model", name, *more])
+    model = build_model(args, 4)
+    kinds = (torch.nn.BatchNorm2d,)
+    norms = {each for each, module in model.named_modules() if isinstance(module, kinds)}
+    others = {each for each in model.state_dict() if each.rpartition(".")[0] not in norms}
+    assert norms
+    assert changed_by_a_step(model, args, torch.randn(4, 3, 64, 64)) == others
+
+
+def test_a_model_without_batchnorm_cannot_freeze_it():
+    args = config.parse_args(["--synthetic", "--model", "vit_b_16"]).replaced(freeze_batchnorm=True)
+    with pytest.raises(UserError, match="--freeze-batchnorm: the model has no BatchNorm; remove it"):
+        build_without_memory(args, 4)
+
+
 @pytest.mark.parametrize(("model", "layer", "first", "words"), [
     ("vit_b_16", "encoder.layers.encoder_layer_6", "encoder.layers.encoder_layer_6.ln_1.weight", ""),
     ("timm/deit_tiny_patch16_224", "blocks.5", "blocks.5.norm1.weight", ""),

@@ -58,6 +58,17 @@ def test_the_classifier_trains_first_and_then_everything(image_folder, tmp_path)
         assert (ours.get("loss"), ours.get("grad_norm")) == (theirs.get("loss"), theirs.get("grad_norm"))
 
 
+def test_frozen_batchnorm_has_the_same_bits_on_one_process_and_two_and_after_a_kill(image_folder, tmp_path):
+    runs = Runs(image_folder, tmp_path, PLAIN_OPTIONS)
+    runs.run("source", 1, FLAG, "--stop-epoch", 1).check()
+    weights = tmp_path / "source" / "checkpoint.pth"
+    argv = ["--weights", weights, "--freeze-batchnorm"]
+    compare(runs, *argv, faults=[(0, "torch.optim.SGD.step", 5, "after")])
+    first, last = model_of(weights), model_of(tmp_path / "undisturbed" / "checkpoint.pth")
+    kept = {name for name, tensor in last.items() if torch.equal(tensor, first[name])}
+    assert kept == {name for name in first if "bn" in name}
+
+
 # Optimizers with `train()` and `eval()`
 
 SCHEDULE_FREE = """
