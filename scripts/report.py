@@ -3,7 +3,7 @@
 Examples:
   python -m scripts.report runs/digits                      writes runs/digits/report.html
   python -m scripts.report runs/a runs/b                    compares two runs in comparison.html
-  python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed alone are one band
+  python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed or fold alone are one band
 
 The page of one run begins with its result; then come curves, confusion, pictures, epochs, and options that are no
 defaults. That of several runs begins with a table of them, the best first, with the options that differ; then come one
@@ -93,10 +93,14 @@ class LoggedRun:
 
 
 def group_seeds(runs: list[LoggedRun]) -> dict[str, list[LoggedRun]]:
-    """Return groups of runs that differ in their seeds, or folds of a minival, alone, by label."""
+    """Return groups of runs that differ in their seeds, or folds of a minival, alone, by label.
+
+    Weights of runs/probe-0 and runs/probe-1 are the same: each fold begins with a classifier of its own.
+    """
     groups = {}
     for run in runs:
-        options = {**run.options, "seed": None, "minival_fold": None}
+        weights = re.sub(r"[-_.=]?\d+(?=/)", "", str(run.options.get("weights")))
+        options = {**run.options, "seed": None, "minival-fold": None, "weights": weights}
         key = json.dumps(options, sort_keys=True, default=str) if run.options else run.name
         groups.setdefault(key, []).append(run)
     return {name_group([run.name for run in group]): group for group in groups.values()}

@@ -54,7 +54,7 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += text
 
 
-def write_run(folder, seed=0, lr=0.1, factor=1.0):
+def write_run(folder, seed=0, lr=0.1, factor=1.0, fold=0, weights=""):
     """Write the files of a run of two epochs of ten steps by hand."""
     folder.mkdir()
     values = [(step, 100 / step * factor) for step in (1, 10, 11, 20)]
@@ -72,6 +72,9 @@ def write_run(folder, seed=0, lr=0.1, factor=1.0):
     records.sort(key=lambda record: record["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "recipe.toml").write_text(f'title = "t"\n[optimization]\nlr = {lr}\nseed = {seed}\n')
+    if weights:
+        with open(folder / "recipe.toml", "a") as file:
+            file.write(f'minival-fold = {fold}\n[model]\nweights = "{weights}"\n')
     return folder
 
 
@@ -216,6 +219,16 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
     assert page.rows[1][2] == f"{mean:.3f} \u00b1 {deviation:.3f}"
     assert page.rows[2][2] == "20.000"  # one run has no deviation; the best setting comes first
     assert next(row[2:] for row in page.rows if row[1:2] == ["val acc1"]) == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
+
+
+def test_folds_are_one_band_whose_weights_are_of_their_own_folds(tmp_path):
+    names = [f"tuned-{fold}" for fold in range(3)]
+    folds = [{"fold": fold, "weights": f"runs/probe-{fold}/best.pth"} for fold in range(3)]
+    runs = [LoggedRun(write_run(tmp_path / name, **options)) for name, options in zip(names, folds, strict=True)]
+    others = ["IMAGENET1K_V1", "IMAGENET1K_V2", "runs/other-0/best.pth"]
+    runs += [LoggedRun(write_run(tmp_path / f"of{n}x", weights=weights)) for n, weights in enumerate(others)]
+    found = [[run.folder.name for run in group] for group in group_seeds(runs).values()]
+    assert found == [names, ["of0x"], ["of1x"], ["of2x"]]
 
 
 def test_the_shares_of_a_runs_time_are_told_with_the_process_that_the_others_wait_for(tmp_path):
