@@ -4,18 +4,17 @@ Examples:
   python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
   python -m scripts.pack --data-path /data/imagenet s3://bucket/imagenet-256 --short-side 256
   cd /data/imagenet-256 && sha256sum --check --quiet SHA256SUMS      # is every tar as it was written?
-  ln -s /data/imagenet/val /data/imagenet-256/val                    # evaluate on the original photographs
+  ln -s /data/imagenet/val /data/imagenet-256/val                    # evaluate on the originals
 
 OUT gets train-000000.tar, ..., val-000000.tar, ... manifest.json (counts, sizes, settings) and SHA256SUMS. `tar xf` of
 every shard into one folder gives back an image folder with the same names, classes and order. OUT may be the address of
 a bucket, s3://, gs:// or az://, to which every shard goes from memory; and a folder may be copied to a web server or a
 bucket as it is. train.py --data-path reads it there, by train.index.gz and val.index.gz (name, class, place and CRC-32
 of every image), which are written last. Every image is written as an RGB JPEG (quality 95, 4:4:4, pixels as stored, no
-metadata but EXIF's orientation, by which train.py --exif turns images): about half of the size, and the accuracy of
-published weights stays within noise where PX is at least the size to which evaluation resizes, 256 by default. For the
-exact score put the original val beside the tars, which then stay unread (docs/data.md). A name keeps its ending, even if
-x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool; `python -m scripts.check`
-names all of them beforehand.
+metadata but EXIF's orientation, by which train.py --exif turns images): half of the bytes, and scores within noise
+where PX is the size to which evaluation resizes, 256 by default. For the exact score put the original val beside the
+tars, which it replaces (docs/data.md). A name keeps its ending, even if x.png then holds a JPEG: loaders go by content.
+An image that cannot be decoded stops the tool; `python -m scripts.check` names all of them beforehand.
 
 After an interruption of any kind run the same command again: it continues after the last whole shard. The files are the
 same, byte for byte, however often it was interrupted and whatever the number of workers.
@@ -275,8 +274,7 @@ class Pack:
         self.records: dict[str, dict] = {}  # by file name
         self.places: dict[str, numpy.ndarray] = {}  # as `image_spans`, of the shards that this process wrote
         self.facts = {"side": "short-side", "px": options.short_side, "quality": QUALITY, "exif": "kept"}
-        self.facts |= {"subsampling": SUBSAMPLING}
-        self.facts |= {"grey_range": options.grey_range, "extensions": options.extensions}
+        self.facts |= {"subsampling": SUBSAMPLING, "grey_range": options.grey_range, "extensions": options.extensions}
         self.facts |= {"splits": options.splits, "shard_mib": options.shard_mib, "pillow": pillow_version}
         self.facts["libjpeg of pillow"] = features.version("libjpeg_turbo") or features.version("jpg")
         for split in self.splits:
