@@ -4,16 +4,17 @@ Examples:
   python -m scripts.pack --data-path /data/imagenet /data/imagenet-256 --short-side 256
   python -m scripts.pack --data-path /data/imagenet s3://bucket/imagenet-256 --short-side 256
   cd /data/imagenet-256 && sha256sum --check --quiet SHA256SUMS      # is every tar as it was written?
+  ln -s /data/imagenet/val /data/imagenet-256/val                    # evaluate on the originals
 
 OUT gets train-000000.tar, ..., val-000000.tar, ... manifest.json (counts, sizes, settings) and SHA256SUMS. `tar xf` of
 every shard into one folder gives back an image folder with the same names, classes and order. OUT may be the address of
 a bucket, s3://, gs:// or az://, to which every shard goes from memory; and a folder may be copied to a web server or a
 bucket as it is. train.py --data-path reads it there, by train.index.gz and val.index.gz (name, class, place and CRC-32
-of every image), which are written last. Every image is written as an RGB JPEG (4:2:0, pixels as stored, no metadata but
-EXIF's orientation, by which train.py --exif turns images). So scores differ: at 256 px EfficientNet-Lite0 has 87.3
-instead of 88.3 on 1,000 photographs, and pixels are 3 levels apart in the mean (docs/data.md). A name keeps its ending,
-even if x.png then holds a JPEG: loaders go by content. An image that cannot be decoded stops the tool; `python -m
-scripts.check` names all of them beforehand.
+of every image), which are written last. Every image is written as an RGB JPEG (quality 95, 4:4:4, pixels as stored, no
+metadata but EXIF's orientation, by which train.py --exif turns images): half of the bytes, and scores within noise
+where PX is the size to which evaluation resizes, 256 by default. For the exact score put the original val beside the
+tars, which it replaces (docs/data.md). A name keeps its ending, even if x.png then holds a JPEG: loaders go by content.
+An image that cannot be decoded stops the tool; `python -m scripts.check` names all of them beforehand.
 
 After an interruption of any kind run the same command again: it continues after the last whole shard. The files are the
 same, byte for byte, however often it was interrupted and whatever the number of workers.
@@ -61,7 +62,8 @@ PASSING_FILES = rf"pack\.lock|\.touchstone-index-.*|{TEMPORARY_FILES}"
 
 IMAGES_PER_TASK = 8
 
-QUALITY = 90  # of the JPEGs
+# Of the JPEGs. At 4:2:0 or at quality 90 published weights lose log-probability, by measurement (docs/LOG.md).
+QUALITY, SUBSAMPLING = 95, "4:4:4"
 
 UPLOAD_S = 600.0  # for which a failing upload is tried again
 
@@ -142,7 +144,7 @@ def shrink(image: Image.Image, px: int) -> bytes:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     kept = {} if orientation == 1 else {"exif": exif}
-    image.save(file, "JPEG", quality=QUALITY, optimize=True, subsampling="4:2:0", **kept)
+    image.save(file, "JPEG", quality=QUALITY, optimize=True, subsampling=SUBSAMPLING, **kept)
     return file.getvalue()
 
 
@@ -272,7 +274,7 @@ class Pack:
         self.records: dict[str, dict] = {}  # by file name
         self.places: dict[str, numpy.ndarray] = {}  # as `image_spans`, of the shards that this process wrote
         self.facts = {"side": "short-side", "px": options.short_side, "quality": QUALITY, "exif": "kept"}
-        self.facts |= {"grey_range": options.grey_range, "extensions": options.extensions}
+        self.facts |= {"subsampling": SUBSAMPLING, "grey_range": options.grey_range, "extensions": options.extensions}
         self.facts |= {"splits": options.splits, "shard_mib": options.shard_mib, "pillow": pillow_version}
         self.facts["libjpeg of pillow"] = features.version("libjpeg_turbo") or features.version("jpg")
         for split in self.splits:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from torchvision import datasets
+from torchvision.transforms import functional
 
 import data
 from scripts import pack
@@ -101,7 +102,7 @@ def test_short_side_has_pillows_pixels(source, short_side):
                 expected = image.convert("RGB")
             assert (after.format, after.mode, after.size) == ("JPEG", "RGB", expected.size), path
             plain = io.BytesIO()
-            expected.save(plain, "JPEG", quality=90)  # 4:2:0 by default
+            expected.save(plain, "JPEG", quality=95, subsampling=0)
             assert after.tobytes() == Image.open(plain).tobytes(), path
             with Image.open(path) as image:
                 orientation = 1 if image.format == "TIFF" else image.getexif().get(274, 1)
@@ -112,11 +113,23 @@ def test_short_side_has_pillows_pixels(source, short_side):
     assert sizes["ünïcode name.png"] == (200, 20)
 
 
-def test_noise_is_not_too_much_for_pillows_buffer():
+def test_colours_a_pixel_wide_stay_apart():
+    """4:2:0 would make one colour of two columns; luma is the same in both, so only chroma tells them apart."""
+    stripes = torch.tensor([[220, 60, 60], [60, 142, 60]], dtype=torch.uint8).repeat(64, 32, 1)
+    after = Image.open(io.BytesIO(pack.shrink(Image.fromarray(stripes.numpy()), 64)))
+    error = (functional.pil_to_tensor(after).permute(1, 2, 0).float() - stripes.float()).abs().mean()
+    halved = io.BytesIO()
+    Image.fromarray(stripes.numpy()).save(halved, "JPEG", quality=95, subsampling="4:2:0")
+    far = (functional.pil_to_tensor(Image.open(halved)).permute(1, 2, 0).float() - stripes.float()).abs().mean()
+    assert error < 4 < 30 < far
+
+
+def test_noise_is_not_too_much_for_pillows_buffer(monkeypatch):
+    monkeypatch.setattr(ImageFile, "MAXBLOCK", 1 << 16)  # Pillow's own, which an earlier image has enlarged
     noise = torch.randint(0, 2, (300, 300, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)) * 255
     image = Image.fromarray(noise.numpy())
     with pytest.raises(OSError, match="broken data stream"):
-        image.save(io.BytesIO(), "JPEG", quality=90, optimize=True)
+        image.save(io.BytesIO(), "JPEG", quality=pack.QUALITY, subsampling=0, optimize=True)
     assert Image.open(io.BytesIO(pack.shrink(image, 300))).size == (300, 300)
 
 
@@ -174,6 +187,26 @@ def test_another_source_or_other_settings_are_refused(source, short_side, tmp_pa
     ]:  # fmt: skip
         assert words in refused(run(tmp_path, "--data-path", folder, out, *argv.split()), "pack", 2)
     assert content(out) == content(short_side[0])
+
+
+def test_a_pack_coded_otherwise_is_read_and_not_gone_on_with(source, short_side, tmp_path):
+    """Version 1.0.0 wrote quality 90 at 4:2:0, and no word of the latter."""
+    out = copy_of(short_side[0], tmp_path)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for key, words in [("subsampling", "subsampling is 4:4:4 and was None"), ("quality", "quality is 95 and was 90")]:
+        manifest["facts"] = {"quality": 90} | {name: each for name, each in manifest["facts"].items() if name != key}
+        (out / "manifest.json").write_text(json.dumps(manifest))
+        assert words in refused(run(tmp_path, "--data-path", source, out, "--short-side", 48), "pack", 2)
+    assert len(data.IndexedImageFolder(out / "val", None).index) == 15 + NUM_ODD
+
+
+def test_the_original_val_beside_the_tars_is_read_in_their_place(source, short_side, tmp_path):
+    out = copy_of(short_side[0], tmp_path)
+    (out / "val").symlink_to(source / "val")
+    packed, read = (data.IndexedImageFolder(each / "val", None) for each in (short_side[0], out))
+    assert read.index.fingerprint() == packed.index.fingerprint()
+    payload = (source / "val" / "class0" / "image000.jpg").read_bytes()
+    assert (read.index.read(0), packed.index.read(0) != payload) == (payload, True)
 
 
 def test_what_stops_it_is_one_line_and_leaves_nothing_half(source, tmp_path):
