@@ -393,7 +393,7 @@ def use_torchcodec(is_used: bool = True) -> None:
 
 def _decode_fast(payload: bytes | bytearray, frame: Frame, box: Box) -> Tensor | None:
     """Return a box of a stored JPEG as TorchCodec decodes it; None where it cannot."""
-    payload = bytearray(payload)
+    payload = payload if isinstance(payload, bytearray) else bytearray(payload)  # a shortened one is a copy already
     for position in frame.metadata:  # it would turn the image
         payload[position + 1] = _IGNORED
     mode = "RGB" if frame.num_components == 3 else "GRAY"
