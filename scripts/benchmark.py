@@ -2,11 +2,13 @@
 
 loader   images from files and packs, and by torchvision's own preset from the same files: CPU time of one thread;
          by TorchCodec too, where it is installed, as loader processes decode
+         with --against a race: batches of training images by our loader and by others, one process group each
 step     a training step and the same arithmetic with nothing around it; on several processes the step with DDP, the
          arithmetic with nothing sent, and the step with --use-deterministic-algorithms
 
 Examples:
   python -m scripts.benchmark loader --data-path /data/imagenet --pack /data/imagenet-256
+  python -m scripts.benchmark loader --data-path /data/imagenet --against torchvision timm torchcodec --cores 2
   python -m scripts.benchmark step --model resnet50 --batch-size 256 --amp --channels-last --json step.json
   torchrun --nproc_per_node=2 -m scripts.benchmark step --model resnet18 --batch-size 32
 Both commands also take train.py's options; by default --model resnet18 --batch-size 64. OMP_NUM_THREADS sets the CPU
@@ -15,11 +17,12 @@ threads. The ways run by turns, and a ratio compares two of them within a round:
 
 import argparse
 import io
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ import utils
 from distributed import collectives
 from distributed.launch import read_launch
 from distributed.signals import silence_libraries
-from errors import UserError
+from errors import UserError, aligned
 from loading import decode
 from loading.forms import open_split
 from models import gradients, optim
@@ -45,6 +48,7 @@ from models.ema import build_ema
 from models.losses import build_criterion
 from run import BareRun
 from sampler import SampleKey, TrainSampler, VirtualShards
+from scripts import race
 from scripts.tool import as_path, as_place, build_parser, output_file, positive, run, write_report
 from settings import config
 
@@ -68,12 +72,17 @@ def interleave(ways: dict[str, Callable], rounds: int, clock: Callable) -> dict[
     return {name: values[1:] for name, values in rates.items()}
 
 
+def quartiles(values: list[float]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+
+
 def compare(title: str, rates: dict[str, list[float]], *pairs: tuple[str, str]) -> dict[str, Any]:
     """Print the ways' rates, and the ratios of these pairs within a round; return the figures."""
     ratios = {}
     for a, b in pairs:
         values = [x / y for x, y in zip(rates[a], rates[b], strict=True)]
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        low, middle, high = quartiles(values)
         ratios[f"{a} / {b}"] = [middle, low, high, min(values), max(values)]
     width = max(map(len, [*rates, *ratios])) + 2
     print(f"\n{title}: median images/s; ratios: median (quartiles; range)")
@@ -105,9 +114,28 @@ def load_all(load: Callable[[int], Any], numbers: list[int], split: str, is_fast
     return len(numbers)
 
 
+def race_loaders(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """Compare the CPU time of our loader and of others, on the same cores; all but one are stopped at any time."""
+    load_average = os.getloadavg()[0]
+    with ExitStack() as stack:
+        racers = race.start(options, argv, stack)
+        clock = partial(race.cpu_seconds, {racer.group for racer in racers})
+        rates = interleave({racer.name: racer for racer in racers}, options.rounds, clock)
+    title = f"training images, CPU time, cores: {options.cores}, load average before: {load_average:.1f}"
+    figures = compare(title, rates, *[("ours", racer.name) for racer in racers[1:]])
+    rows = [["", "version", "CPU ms an image (quartiles)", "PSNR, dB (10th percentile)", ""]]
+    for each in racers:
+        cpu_ms = "{1:.2f} ({0:.2f} to {2:.2f})".format(*quartiles([1000 / rate for rate in rates[each.name]]))
+        rows.append([each.name, each.version, cpu_ms, "{:.1f} ({:.1f})".format(*each.psnr), each.about])
+    print("", *aligned(rows, to_left=(0, 1, 4)), sep="\n")
+    return {**figures, "load_average": load_average, "loaders": rows}
+
+
 def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Compare loading evenly spaced images from files and packs with torchvision's preset on the files."""
     torch.set_num_threads(1)
+    if options.against:
+        return race_loaders(options, argv)
     silence_libraries()
     figures = {}
     for place, split in enumerate(("train", "val")):
@@ -269,6 +297,9 @@ def get_args_parser() -> argparse.ArgumentParser:
     add("--images", metavar="N", type=positive, default=400, help="loader: images of each split (default: 400)")
     add("--data-path", metavar="DIR", type=as_path, help="loader: class folders in train/ and val/")
     add("--pack", metavar="DIR", type=as_place, nargs="+", default=[], help="loader: packs, or addresses, of them")
+    add("--against", metavar="NAME", choices=race.LOADERS, nargs="+", help=f"loader: race {', '.join(race.LOADERS)}")
+    cores = range(1, collectives.count_cores() + 1)
+    add("--cores", type=int, default=1, choices=cores, help="of --against; each above the first adds a loader process")
     add("--json", metavar="FILE", type=output_file(".json"), help="write every figure to FILE")
     return parser
 

@@ -2,11 +2,17 @@
 
 import json
 import statistics
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
 
+import numpy
 import pytest
 import torch
+from PIL import Image
 
-from scripts import benchmark
+from scripts import benchmark, race
 from settings import config
 from tests.exports import run_tool
 from tests.ranks import module_rank, run_ranks
@@ -62,9 +68,82 @@ def test_the_bare_step_makes_the_updates_of_the_loop():
     [
         ("loader", "--data-path"), ("step --rounds 0", "--rounds"), ("step --json no/figures", "--json"),
         ("step --modle x", "--model"), ("saving", "COMMAND"),
+        ("loader --data-path . --against tim", "invalid choice: 'tim'"),
+        ("loader --data-path . --against timm --cores 0", "--cores"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_is_one_line_and_exit_code_2(tmp_path, argv, words):
     outcome, output = run_tool(tmp_path, "benchmark", *argv.split(), code=2)
     assert output == ""
     assert words in outcome.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_race(image_folder, tmp_path, cores):
+    command = ["loader", "--data-path", image_folder, "--rounds", 2, "--images", 9, "--batch-size", 4]
+    command += ["--against", "ours-pillow", "torchvision", "torchvision-uint8", "--cores", cores]
+    ratios = [f"ours / {name}" for name in ("ours-pillow", "torchvision", "torchvision-uint8")]
+    check_figures(tmp_path, ratios, *command)
+    rows = json.loads((tmp_path / "figures.json").read_text())["loaders"][1:]
+    psnr = {name: float(words.partition(" ")[0]) for name, _, _, words, _ in rows}
+    assert psnr["torchvision"] == psnr["torchvision-uint8"] == 99
+    assert psnr["ours"] == psnr["ours-pillow"] > 40
+
+
+def test_a_loader_that_is_not_installed_is_one_line_and_starts_nothing(tmp_path):
+    packages = {"simplejpeg": "simplejpeg", "nvidia.dali": "dali", "tensorflow": "tf-data", "streaming": "streaming"}
+    missing = dict(packages)
+    for module in packages:
+        with suppress(ModuleNotFoundError):
+            missing.pop(module if find_spec(module) else "", None)
+    if not missing:
+        pytest.skip("all of them are installed")
+    name = next(iter(missing.values()))
+    outcome, output = run_tool(tmp_path, "benchmark", "loader", "--data-path", tmp_path, "--against", name, code=2)
+    assert output == ""
+    assert f"--against {name}: not installed; pip install " in outcome.output.splitlines()[-1]
+
+
+def two_batches(numbers, seed=0):
+    """Return what begins a pass of two batches of noise, in the order of the numbers."""
+    images = numpy.random.default_rng(seed).integers(0, 256, (len(numbers), 3, 224, 224), dtype=numpy.uint8)
+    return lambda: iter([(images[:2], numpy.array(numbers[:2])), (torch.from_numpy(images[2:]), numbers[2:])])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "seed", "words"),
+    [
+        ([3, 1, 0, 2], 1, None), ([3, 1, 0], 1, "3 of 4 images in 3 crops"), ([0, 1, 2, 2], 1, "3 of 4 images in 4"),
+        ([0, 1, 2, 3, 3], 1, "4 of 4 images in 5"), ([0, 1, 2, 3], 0, "the same crops"),
+    ],
+)  # fmt: skip
+def test_a_pass_shows_each_image_once_in_other_crops(numbers, seed, words):
+    first = race.make_pass(two_batches([0, 1, 2, 3]), 4, [])
+    if words is None:
+        assert len(race.make_pass(two_batches(numbers, seed), 4, first)) == 4
+        return
+    with pytest.raises(ValueError, match=words):
+        race.make_pass(two_batches(numbers, seed), 4, first)
+
+
+def test_psnr_is_that_of_the_errors(image_folder):
+    paths = [str(image_folder / "train" / "class0" / f"image00{n}.jpg") for n in range(2)]
+    images = [numpy.asarray(Image.open(path).resize((224, 224), Image.Resampling.BILINEAR)) for path in paths]
+    images = [images[0][:, ::-1], images[1] ^ 1]  # mirrored; an error of 1 in each value
+    found = list(race.measure_psnr(lambda: iter([(numpy.stack(images), [0, 1])]), paths))
+    assert found == pytest.approx([99, 20 * numpy.log10(255)])
+
+
+def test_the_cpu_time_of_a_group_is_that_of_all_its_processes():
+    """One that goes on, one that waits for another, and threads; getrusage is the oracle."""
+    burn = "import time, threading, resource, subprocess, sys\nwhile time.process_time() < 0.3: pass\n"
+    more = "thread = threading.Thread(target=lambda: sum(range(3_000_000))); thread.start(); thread.join()\n"
+    more += "subprocess.run([sys.executable, '-c', sys.argv[1]])\n"
+    more += "used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]\n"
+    more += "print(sum(each.ru_utime + each.ru_stime for each in used), flush=True)\ninput()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", burn + more, burn], process_group=0, **pipes) as process:
+        expected = float(process.stdout.readline())
+        assert race.cpu_seconds({process.pid}) == pytest.approx(expected, abs=0.03)
+        process.communicate("\n")
+    assert expected > 0.6
