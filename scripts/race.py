@@ -263,6 +263,8 @@ def cpu_seconds(groups: Iterable[int]) -> float:
 
 def start(options: Namespace, argv: list[str], stack: ExitStack) -> list[Racer]:
     """Start our loader and others on the first of this process's cores, for evenly spaced JPEGs of the training set."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise UserError("--against needs Linux, whose cores and process groups it uses")
     for name in options.against:
         find_module(name)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
