@@ -156,14 +156,16 @@ def add_record(path: Path, claim: str, records: Path) -> Path:
     return out
 
 
-def run_again(folder: Path, record: dict, steps: int, replaced: list[str], **environ: str) -> tuple[dict, LoggedRun]:
+def run_again(
+    folder: Path, record: dict, steps: int, replaced: dict[str, str | None], **environ: str
+) -> tuple[dict, LoggedRun]:
     """Train the first steps of a record again by its recipe, and return run.json and the run.
 
     Args:
         folder: the record's.
         record: the content of its record.json.
         steps: the run is ended once it has logged this step.
-        replaced: options in place of the recipe's.
+        replaced: values in place of those that the recipe has, by their names; None for the recipe's own.
         environ: further variables of the environment.
 
     Raises:
@@ -173,7 +175,11 @@ def run_again(folder: Path, record: dict, steps: int, replaced: list[str], **env
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
     with tempfile.TemporaryDirectory() as temporary, open(Path(temporary) / "log", "w+b") as log:
         out = Path(temporary) / "run"
-        options = ["--recipe", folder / "recipe.toml", "--output-dir", out, *replaced]
+        options = ["--recipe", folder / "recipe.toml", "--output-dir", out]
+        known = LoggedRun(folder).options
+        options += [
+            word for name, value in replaced.items() if value and name in known for word in (f"--{name}", value)
+        ]
         options += ["--device", "cpu"] * ("cpu" in record["environment"])
         command = [sys.executable, *launcher, tool.ROOT / "train.py", *options]
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads), **environ}
@@ -226,7 +232,7 @@ def differences(folder: Path, record: dict, run: dict, here: LoggedRun, steps: i
     return found
 
 
-def verify(folder: Path, least: int, replaced: list[str]) -> int:
+def verify(folder: Path, least: int, replaced: dict[str, str | None]) -> int:
     """Run the first steps of a record again and print whether they are equal; return the exit code."""
     try:
         record, steps = first_steps(folder, least)
@@ -248,7 +254,7 @@ def verify(folder: Path, least: int, replaced: list[str]) -> int:
     return int(bool(found))
 
 
-def measure(folder: Path, least: int, replaced: list[str]) -> int:
+def measure(folder: Path, least: int, replaced: dict[str, str | None]) -> int:
     """Write into a record how far its first losses move with other instructions and threads; return the exit code."""
     record, steps = first_steps(folder, least)
     moved, losses = [0.0], losses_of(folder)
@@ -339,8 +345,7 @@ def main() -> None:
         if options.verify or options.measure:
             if not options.runs or options.claim:
                 raise UserError("--verify and --measure take folders of records/, and no --claim")
-            given = {"--data-path": options.data_path, "--weights": options.weights}
-            replaced = [word for flag, value in given.items() if value for word in (flag, value)]
+            replaced = {"data-path": options.data_path, "weights": options.weights}
             do = measure if options.measure else verify
             return max(do(folder, options.steps, replaced) for folder in options.runs)
         if bool(options.runs) != bool(options.claim):

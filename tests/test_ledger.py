@@ -245,14 +245,14 @@ def test_a_record_is_run_again_and_compared_in_every_bit(made, image_folder, tmp
         path.write_bytes(path.read_bytes() + b"more")
     if change == "no photographs":
         data = tmp_path / "nowhere"
-    assert ledger.verify(record, 3, ["--data-path", str(data)]) == code
+    assert ledger.verify(record, 3, {"data-path": str(data), "weights": "none.pth"}) == code
     assert words in capsys.readouterr().out
 
 
 def test_elsewhere_a_records_losses_are_compared_within_its_measured_tolerance(made, image_folder, tmp_path, capsys):
     record = tmp_path / "made-seed5"
     shutil.copytree(made, record)
-    place = ["--data-path", str(image_folder)]
+    place = {"data-path": str(image_folder)}
     assert ledger.measure(record, 2, place) == 0
     tolerance = read_json(record / "record.json")["tolerance"]
     assert 0 <= tolerance < 0.01
@@ -271,7 +271,7 @@ def test_a_record_in_bfloat16_is_not_compared_where_that_is_slow(made, tmp_path,
     shutil.copytree(made, record)
     edit(record, "recipe.toml", "amp = false", 'amp = true\namp-dtype = "bfloat16"')
     monkeypatch.setattr("distributed.collectives.has_fast_bfloat16", lambda: False)
-    assert ledger.verify(record, 2, []) == 2
+    assert ledger.verify(record, 2, {}) == 2
     assert "no bfloat16 instructions" in capsys.readouterr().out
 
 
