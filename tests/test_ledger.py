@@ -264,6 +264,12 @@ def test_elsewhere_a_records_losses_are_compared_within_its_measured_tolerance(m
         edit(record, "metrics.jsonl", first_loss(record), repr(float(loss) * factor))
         assert ledger.verify(record, 2, place) == code
     assert "within rounding, 1.0e-02 of a loss; other: cpu" in capsys.readouterr().out
+    # Another seed, in all its files: however wide the tolerance is, the first step is another.
+    edit(record, "record.json", '"seed": 5', '"seed": 6')
+    edit(record, "record.json", '"tolerance": 0.01', '"tolerance": 9.0')
+    edit(record, "recipe.toml", "seed = 5", "seed = 6")
+    assert ledger.verify(record, 2, place) == 1
+    assert "the first step's loss is" in capsys.readouterr().out
 
 
 def test_a_record_in_bfloat16_is_not_compared_where_that_is_slow(made, tmp_path, monkeypatch, capsys):
