@@ -195,8 +195,9 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
 def holds_out(options: dict[str, Any], fraction: float, fold: int) -> bool:
     """Tell whether a run with these options held out what this `--minival` and `--minival-fold` do, or more."""
     theirs, its_fold = options.get("minival"), options.get("minival_fold", 0)
-    is_part = fold == its_fold == 0 and isinstance(theirs, float) and fraction <= theirs
-    return is_part or (theirs, its_fold) == (fraction, fold)
+    if not isinstance(theirs, float) or not isinstance(its_fold, int):
+        return False
+    return (theirs, its_fold) == (fraction, fold) or (fold == its_fold == 0 and fraction <= theirs)
 
 
 def find_trained_on(source: str, options: dict[str, Any], images: Any, args: Any, val: Any) -> str:
@@ -211,8 +212,10 @@ def find_trained_on(source: str, options: dict[str, Any], images: Any, args: Any
     """
     if not args.minival or not isinstance(images, dict) or holds_out(options, args.minival, args.minival_fold):
         return ""
-    ours = val.index.identity()
-    if not any(ours[name] is not None and images.get(name) == ours[name] for name in ("path", "sample")):
+    whole = getattr(val.index, "whole", val.index)
+    ours = {**whole.identity(), "fingerprint": whole.fingerprint()}  # the same in every form of the images
+    known = {name: value for name, value in images.items() if isinstance(value, str)}
+    if not any(ours[name] is not None and known.get(name) == ours[name] for name in ("path", "sample", "fingerprint")):
         return ""
     part = f"--minival {args.minival} --minival-fold {args.minival_fold}"
     return f"{source} has trained on images that {part} holds out: its accuracy here will be too high"
@@ -292,7 +295,8 @@ def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list
         meanings |= {"sizes": "images have different sizes", "checksums": "it is a different pack"}
     # Sizes and checksums are not always known.
     differing = [key for key in meanings if theirs[key] != ours[key] and None not in (theirs[key], ours[key])]
-    known, found = ({*str(each.get("sample") or "").split()} for each in (theirs, ours))
+    samples = (each.get("sample") for each in (theirs, ours))  # None where it is not known, and in old checkpoints
+    known, found = ({*text.split()} if isinstance(text, str) else set() for text in samples)
     # A few may differ: damaged files are replaced by good ones.
     if not differing and 2 * len(known & found) < min(len(known), len(found)):
         return [f"data of {name}: most of {len(found)} compared images have different sizes (scripts.pack?)"]

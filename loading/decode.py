@@ -391,9 +391,8 @@ def use_torchcodec(is_used: bool = True) -> None:
     _jpeg_decoder = importlib.import_module("torchcodec.decoders").decode_jpeg if is_used else None
 
 
-def _decode_fast(payload: bytes | bytearray, frame: Frame, box: Box) -> Tensor | None:
-    """Return a box of a stored JPEG as TorchCodec decodes it; None where it cannot."""
-    payload = payload if isinstance(payload, bytearray) else bytearray(payload)  # a shortened one is a copy already
+def _decode_fast(payload: bytearray, frame: Frame, box: Box) -> Tensor | None:
+    """Return a box of a stored JPEG, whose bytes may be changed, as TorchCodec decodes it; None where it cannot."""
     for position in frame.metadata:  # it would turn the image
         payload[position + 1] = _IGNORED
     mode = "RGB" if frame.num_components == 3 else "GRAY"
@@ -436,7 +435,8 @@ class ImageFile:
             payload, frame = shorten(self.payload, self.frame, stored[3])
             own = "RGB" if frame.num_components == 3 else "L"
             if _jpeg_decoder is not None and own == mode and self.orientation == 1:
-                pixels = _decode_fast(payload, frame, stored)
+                own_bytes = bytearray(payload) if payload is self.payload else payload  # a shortened one is a copy
+                pixels = _decode_fast(own_bytes, frame, stored)
                 if pixels is not None:
                     return pixels
             try:

@@ -101,15 +101,17 @@ def build_model(
         freeze_below_classifier(model, classifier_layers(model, num_classes))
     elif args.freeze_below:
         freeze_below(model, args.freeze_below)
-    if args.freeze_batchnorm:
-        freeze_batchnorm(model)
     if split_custom(args.model):
         check_sizes(model, args, num_classes)
     elif args.test_only and args.resume:
         check_sizes(model, args)
     if args.grad_checkpointing:
         set_grad_checkpointing(model, args.model)
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn and args.distributed else model
+    if args.sync_bn and args.distributed:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if args.freeze_batchnorm:
+        freeze_batchnorm(model)
+    return model
 
 
 def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], args: Any, source: str) -> None:

@@ -37,6 +37,7 @@ def freeze_batchnorm(model: nn.Module) -> None:
         raise UserError("--freeze-batchnorm: the model has no BatchNorm; remove it")
     for layer in layers:
         layer.requires_grad_(False)
+        layer.keeps_statistics = True
 
 
 def set_training_mode(model: nn.Module, frozen: Collection[nn.Parameter] = ()) -> None:
@@ -46,8 +47,12 @@ def set_training_mode(model: nn.Module, frozen: Collection[nn.Parameter] = ()) -
     parameters beside those that need no gradient.
     """
     model.train()
+    kept = [module for module in model.modules() if getattr(module, "keeps_statistics", False)]
+    apart = {parameter for module in kept for parameter in module.parameters()}
+    for module in kept:
+        module.eval()
     for module in model.modules():
-        parameters = list(module.parameters())
+        parameters = [parameter for parameter in module.parameters() if parameter not in apart]
         if parameters and not any(each.requires_grad and each not in frozen for each in parameters):
             module.eval()
 

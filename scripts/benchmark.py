@@ -299,7 +299,13 @@ def get_args_parser() -> argparse.ArgumentParser:
     add("--pack", metavar="DIR", type=as_place, nargs="+", default=[], help="loader: packs, or addresses, of them")
     add("--against", metavar="NAME", choices=race.LOADERS, nargs="+", help=f"loader: race {', '.join(race.LOADERS)}")
     cores = range(1, collectives.count_cores() + 1)
-    add("--cores", type=int, default=1, choices=cores, help="of --against; each above the first adds a loader process")
+    add(
+        "--cores",
+        type=int,
+        default=1,
+        choices=cores,
+        help="with --against: cores, and above 1 as many loader processes",
+    )
     add("--json", metavar="FILE", type=output_file(".json"), help="write every figure to FILE")
     return parser
 

@@ -10,11 +10,11 @@ Examples:
   python -m scripts.ledger                       writes the tables again
   python -m scripts.ledger --verify records/imagenette-* --data-path data/imagenette2-320
 
-Runs of one claim may differ in --seed alone. Those on one kind of processor are one row: their mean, and the smallest
-and largest result.
+Runs of one claim may differ in --seed or --minival-fold alone. Those on one kind of processor are one row: their mean,
+and the smallest and largest result.
 
---verify trains the first steps of each record again, by its recipe and command, and compares what its metrics.jsonl
-holds of them. On the record's kind of processor, with its versions and threads, every bit must be equal; elsewhere the
+--verify trains the first steps of each record again, by its recipe, and compares what its metrics.jsonl and log.txt
+hold of them. On the record's kind of processor, with its versions and threads, every bit must be equal; elsewhere the
 first step's loss within 0.2 %, and the later ones within the tolerance of the record, which --measure writes. Exit code
 0: equal; 1: something differs; 2: it cannot be compared here.
 """
@@ -32,7 +32,7 @@ import zlib
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from checkpointing.guard import describe_environment, describe_processor
 from errors import UserError, counted, duration, in_one_line
@@ -61,7 +61,7 @@ _OF_BITS = ("torch", "torchvision", "timm", "cpu", "gpu", "threads", "world_size
 # Variables under which torch and oneDNN compute as on a processor without AVX-512.
 _AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 _ROOM = 2  # processors differ in more than instructions and threads
-_FIRST = 0.002  # share of the first step's loss, before rounding has grown; seeds differ by more
+_FIRST = 0.002  # share of the first step's loss, before rounding has grown
 
 
 def without_paths(text: str) -> str:
@@ -86,20 +86,12 @@ def describe_record(folder: Path) -> dict[str, Any]:
             "date": time.strftime("%Y-%m-%d", time.gmtime(run["started"])),
             "command": [without_paths(word) for word in run["command"]],
             "seed": int(run["args"]["seed"]),
+            "fold": int(run["args"].get("minival_fold", 0)),
             "processor": run.get("processor"),
             "environment": dict(run.get("environment", {})),
-            "data": describe_images(run),
             "results": results,
             "hours": records[-1]["hours"],
         }
-
-
-def describe_images(run: dict) -> dict[str, Any]:
-    """Return what tells the photographs of a run.json from others: hashes of names and classes, and some sizes."""
-    return {
-        split: [of[name] for name in ("num_images", "fingerprint", "sample")]
-        for split, of in (("train", run["data"]), ("val", run["data"]["val"]))
-    }
 
 
 def describe_log(path: Path, text: str) -> dict[str, Any]:
@@ -141,6 +133,7 @@ def add_record(path: Path, claim: str, records: Path) -> Path:
     if "dirty" in str(content["environment"].get("revision") or "dirty") or not content["processor"]:
         raise UserError(f"{path}: files had changed since the commit; commit them, and run it again")
     out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
+    out = out.with_name(f"{out.name}-fold{content['fold']}") if content.get("fold") else out
     with in_one_line(f"{path} or {out / 'record.json'} cannot be read"):
         # record.json comes last: a folder without it is no record.
         files |= {"log.txt": without_paths(log).encode(), "record.json": tool.as_json({"claim": claim, **content})}
@@ -157,10 +150,16 @@ def add_record(path: Path, claim: str, records: Path) -> Path:
     return out
 
 
-def run_again(
-    folder: Path, record: dict, steps: int, replaced: dict[str, str | None], **environ: str
-) -> tuple[dict, LoggedRun, float]:
-    """Train the first steps of a record again by its recipe, and return run.json, the run, and its `first_loss`.
+class Again(NamedTuple):
+    """The first steps of a record, run again."""
+
+    run: dict[str, Any]  # run.json
+    here: LoggedRun
+    log: bytes
+
+
+def run_again(folder: Path, record: dict, steps: int, replaced: dict[str, str | None], **environ: str) -> Again:
+    """Train the first steps of a record again, by its recipe.
 
     Args:
         folder: the record's.
@@ -175,13 +174,11 @@ def run_again(
     processes, threads = record["environment"]["world_size"], record["environment"]["threads"]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
     with tempfile.TemporaryDirectory() as temporary, open(Path(temporary) / "log", "w+b") as log:
-        out = Path(temporary) / "run"
-        options = ["--recipe", folder / "recipe.toml", "--output-dir", out]
-        known = LoggedRun(folder).options
-        options += [
-            word for name, value in replaced.items() if value and name in known for word in (f"--{name}", value)
-        ]
-        options += ["--device", "cpu"] * ("cpu" in record["environment"])
+        out, known = Path(temporary) / "run", LoggedRun(folder).options
+        given = {name: value for name, value in replaced.items() if value and name in known}
+        given |= {"recipe": folder / "recipe.toml", "output-dir": out}
+        given |= {"device": "cpu"} if "cpu" in record["environment"] else {}
+        options = [word for name, value in given.items() for word in (f"--{name}", value)]
         command = [sys.executable, *launcher, tool.ROOT / "train.py", *options]
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads), **environ}
         with subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT) as process:
@@ -194,8 +191,8 @@ def run_again(
         if code:
             log.seek(0)
             raise UserError((log.read().decode(errors="replace").splitlines() or ["no output"])[-1])
-        again = LoggedRun(out)
-        return read_json(out / "run.json"), again, first_loss(again)
+        here = LoggedRun(out)
+        return Again(read_json(out / "run.json"), here, here.read("log.txt"))
 
 
 def losses_of(folder: Path) -> dict[int, float]:
@@ -203,16 +200,22 @@ def losses_of(folder: Path) -> dict[int, float]:
     return LoggedRun(folder).points("train", "loss") if (folder / "metrics.jsonl").is_file() else {}
 
 
-def first_loss(run: LoggedRun) -> float:
+def first_loss(log: bytes) -> float:
     """Return the loss of a run's first step, of which log.txt has four decimals; NaN if it has not."""
-    found = re.search(rb"^Epoch: \[\d+\] +\[ *0/\d+\].* loss: (\d+\.\d+) ", run.read("log.txt"), flags=re.M)
+    found = re.search(rb"^Epoch: \[\d+\] +\[ *0/\d+\].* loss: (\d+\.\d+) ", log, flags=re.M)
     return float(found[1]) if found else math.nan
+
+
+def first_hashes(log: bytes) -> dict[str, bytes]:
+    """Return the hashes of photographs and first weights that log.txt names; older ones have none."""
+    found = re.search(rb"^hashes: data (?P<photographs>\w+), .* first weights (?P<weights>\w+)$", log, flags=re.M)
+    return found.groupdict() if found else {}
 
 
 def first_steps(folder: Path, least: int) -> tuple[dict, int]:
     """Return a record, and its first logged step from a number on; UserError if it cannot be run again here."""
     record, losses = read_json(folder / "record.json"), losses_of(folder)
-    if not record or not losses:
+    if not record or not losses or math.isnan(first_loss(LoggedRun(folder).read("log.txt"))):
         raise UserError("no record of a training run of train.py; an evaluation is repeated by its command")
     found = LoggedRun(folder).options
     device = "cpu" if "cpu" in record["environment"] else "cuda"
@@ -222,26 +225,39 @@ def first_steps(folder: Path, least: int) -> tuple[dict, int]:
     return record, min((step for step in losses if step >= least), default=max(losses))
 
 
-def differences(
-    folder: Path, record: dict, again: tuple[dict, LoggedRun, float], steps: int, tolerance: float
-) -> list[str]:
-    """Return what differs between a record and its first steps run again; the tolerance is a share of a loss."""
-    there, (run, here, first) = LoggedRun(folder), again
-    theirs, ours = {**there.options, "seed": record["seed"]}, here.options
-    of_place = {"data-path", "weights", "workers"}
+def differences(folder: Path, record: dict, again: Again, steps: int, tolerance: float | None) -> list[str]:
+    """Return what differs between a record and its first steps run again.
+
+    With a tolerance, a share of a loss, these are the options, rates and losses; without one everything, in every bit.
+    """
+    there, ours = LoggedRun(folder), again.here.options
+    log, of_place = there.read("log.txt"), {"data-path", "weights", "workers"}
     found = [f"{name} is {value} in record.json or recipe.toml, {ours[name]} here"
-             for name, value in theirs.items() if ours.get(name, value) != value and name not in of_place]  # fmt: skip
-    if record.get("data", describe_images(run)) != describe_images(run):
-        found.append("these are not the record's photographs, by their number, names, classes or sizes")
-    if not abs(first - first_loss(there)) <= _FIRST * first:
-        found.append(f"the first step's loss is {first_loss(there)} in log.txt, {first} here")
-    for name in ("lr", "loss") if tolerance else (*CURVES, "lr", "grad_norm", "weight_norm"):
-        again = here.points("train", name)
+             for name, value in {**there.options, "seed": record["seed"]}.items()
+             if ours.get(name, value) != value and name not in of_place]  # fmt: skip
+    hashes = first_hashes(again.log)
+    found += [f"other {name} than the record's" for name, value in first_hashes(log).items() if hashes[name] != value]
+    first, its_first = first_loss(again.log), first_loss(log)
+    if not abs(first - its_first) <= _FIRST * its_first:
+        found.append(f"the first step's loss is {its_first} in log.txt, {first} here")
+    for name in (*CURVES, "lr", "grad_norm", "weight_norm") if tolerance is None else ("lr", "loss"):
+        points = again.here.points("train", name)
         for step, value in there.points("train", name).items():
-            allowed = abs(value) * (tolerance if name == "loss" else 0.0)
-            if step <= steps and not abs(again.get(step, math.inf) - value) <= allowed:
-                found.append(f"step {step}: {name} is {value!r} in the record, {again.get(step)!r} here")
+            allowed = abs(value) * (tolerance or 0.0) if name == "loss" else 0.0
+            if step <= steps and not abs(points.get(step, math.nan) - value) <= allowed:
+                found.append(f"step {step}: {name} is {value!r} in the record, {points.get(step)!r} here")
     return found
+
+
+def other_places(record: dict, run: dict) -> list[str]:
+    """Return what the bits of a run depend on, beside its recipe, and differs from the record's."""
+    here, there = run["environment"], record["environment"]
+    others = [name for name in _OF_BITS if here.get(name) != there.get(name)]
+    # TorchCodec has the pixels of Pillow; and cores that run no thread change nothing.
+    decoders = [re.sub("^torchcodec [^,]+, ", "", each.get("decoder", "")) for each in (here, there)]
+    processors = [re.sub(r"^\d+ cores of ", "", str(each["processor"])) for each in (run, record)]
+    pairs = {"decoder": decoders, "processor": processors}
+    return others + [name for name, (ours, theirs) in pairs.items() if ours != theirs]
 
 
 def verify(folder: Path, least: int, replaced: dict[str, str | None]) -> int:
@@ -250,36 +266,35 @@ def verify(folder: Path, least: int, replaced: dict[str, str | None]) -> int:
         record, steps = first_steps(folder, least)
         print(f"{folder}: {counted(steps, 'step')} again ...", flush=True)
         again = run_again(folder, record, steps, replaced)
-        run = again[0]
-        others = [name for name in _OF_BITS if run["environment"].get(name) != record["environment"].get(name)]
-        names = [each["processor"].partition(" of ")[2] for each in (run, record)]  # "2 cores of ...", or the like
-        others += ["processor"] * (names[0] != names[1])
-        if others and ("gpu" in others or not record.get("tolerance")):
+        others, tolerance = other_places(record, again.run), record.get("tolerance")
+        if others and ("gpu" in others or tolerance is None or steps > record["tolerance_steps"]):
             raise UserError(f"other than the record's: {', '.join(others)}; and it has no tolerance for that")
-        found = differences(folder, record, again, steps, record["tolerance"] if others else 0.0)
-        if found and not differences(folder, record, again, steps, record.get("tolerance") or 0.0):
-            found.append("all within rounding, as on another model of this processor")
+        found = differences(folder, record, again, steps, tolerance if others else None)
+        if found and tolerance is not None and not differences(folder, record, again, steps, tolerance):
+            found.insert(0, "all within rounding, as on another model of this processor")
     except UserError as error:
         print(f"{folder}: cannot be compared here: {error}")
         return 2
-    how = f"within rounding, {record['tolerance']:.1e} of a loss; other: {', '.join(others)}" if others else "every bit"
+    how = f"within rounding, {tolerance:.1e} of a loss; other: {', '.join(others)}" if others else "every bit"
     print(f"{folder}: " + (f"differs: {'; '.join(found[:5])}" if found else f"equal in {steps} steps: {how}"))
     return int(bool(found))
 
 
 def measure(folder: Path, least: int, replaced: dict[str, str | None]) -> int:
-    """Write into a record how far its first losses move with other instructions and threads; return the exit code."""
+    """Write into a record how far its first losses move with other instructions and threads; return the exit code.
+
+    UserError if more than the losses differs from the record.
+    """
     record, steps = first_steps(folder, least)
     moved, losses = [0.0], losses_of(folder)
     for environ in [_AVX2, *({"OMP_NUM_THREADS": str(number)} for number in (1, 2, 4))]:
-        _, here, first = run_again(folder, record, steps, replaced, **environ)
-        again = here.points("train", "loss")
-        moved.append(max(abs(again[step] / loss - 1) for step, loss in losses.items() if step <= steps))
-        share = abs(first / first_loss(LoggedRun(folder)) - 1)
-        print(
-            f"{folder}: {environ}: the first loss moves by {share:.1e}, those of {steps} steps by up to {moved[-1]:.1e}"
-        )
-    content = {**record, "tolerance": float(f"{_ROOM * max(moved):.1e}")}
+        again = run_again(folder, record, steps, replaced, **environ)
+        if found := differences(folder, record, again, steps, math.inf):
+            raise UserError(f"{folder} differs: {'; '.join(found[:5])}")
+        points = again.here.points("train", "loss")
+        moved.append(max(abs(points[step] / loss - 1) for step, loss in losses.items() if step <= steps))
+        print(f"{folder}: {environ}: the losses of {steps} steps move by up to {moved[-1]:.1e}", flush=True)
+    content = {**record, "tolerance": float(f"{_ROOM * max(moved):.1e}"), "tolerance_steps": steps}
     write_atomically(folder / "record.json", tool.as_json(content))
     return 0
 
@@ -317,7 +332,8 @@ def row(group: list[dict]) -> str:
         raise UserError(f"{name} is {values[0]}; expected 0 to 100")
     shown = f"{'mAP ' * (name == 'map')}{statistics.fmean(values):.2f}"
     if len(group) > 1:
-        shown += f" ({min(values):.2f} to {max(values):.2f}, {len(group)} seeds)"
+        kind = "folds" if any(record.get("fold") for record in group) else "seeds"
+        shown += f" ({min(values):.2f} to {max(values):.2f}, {len(group)} {kind})"
     hours = [record["hours"] for record in group]
     took = "" if None in hours else duration(3600 * statistics.fmean(hours))
     places = dict.fromkeys(
@@ -360,11 +376,12 @@ def main() -> None:
     def work() -> int | None:
         options = parser.parse_args()
         if options.verify or options.measure:
-            if not options.runs or options.claim:
-                raise UserError("--verify and --measure take folders of records/, and no --claim")
+            if not options.runs or options.claim or (options.verify and options.measure):
+                raise UserError("--verify or --measure takes folders of records/, and no --claim")
             replaced = {"data-path": options.data_path, "weights": options.weights}
             do = measure if options.measure else verify
-            return max(do(folder, options.steps, replaced) for folder in options.runs)
+            codes = [do(folder, options.steps, replaced) for folder in options.runs]
+            return 1 if 1 in codes else max(codes)
         if bool(options.runs) != bool(options.claim):
             raise UserError("a run needs --claim TEXT, and --claim needs a run; give both, or none to write the tables")
         for folder in options.runs:

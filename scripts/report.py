@@ -95,11 +95,13 @@ class LoggedRun:
 def group_seeds(runs: list[LoggedRun]) -> dict[str, list[LoggedRun]]:
     """Return groups of runs that differ in their seeds, or folds of a minival, alone, by label.
 
-    Weights of runs/probe-0 and runs/probe-1 are the same: each fold begins with a classifier of its own.
+    For the folds 0 and 1 weights of runs/probe-0 and runs/probe-1 are the same: each begins with its own classifier.
     """
     groups = {}
     for run in runs:
-        weights = re.sub(r"[-_.=]?\d+(?=/)", "", str(run.options.get("weights")))
+        weights, fold = run.options.get("weights"), run.options.get("minival-fold")
+        if "minival" in run.options and isinstance(weights, str):
+            weights = re.sub(rf"(?<!\d)[-_.=]?{fold}(?=/)", "", weights)
         options = {**run.options, "seed": None, "minival-fold": None, "weights": weights}
         key = json.dumps(options, sort_keys=True, default=str) if run.options else run.name
         groups.setdefault(key, []).append(run)

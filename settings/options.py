@@ -365,7 +365,7 @@ OPTIONS = {
         Option("--freeze-epochs", default=0, at_least=0, not_with="freeze|freeze_below",
                help="train only the classifier for N epochs, with all layers below it frozen and in evaluation mode, "
                     "then the whole model"),
-        Option("--freeze-batchnorm", default=False, needs="weights", is_strict=True,
+        Option("--freeze-batchnorm", default=False, needs="weights", is_strict=True, not_with="freeze",
                resume="the optimizer's state is that of the parameters that train",
                help="keep BatchNorm layers as --weights have them, in evaluation mode, while all else trains: with a "
                     "few hundred images their statistics would move to those of a few batches"),

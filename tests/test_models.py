@@ -25,6 +25,7 @@ from models.build import (
     set_training_mode,
 )
 from models.ema import ExponentialMovingAverage
+from models.freezing import freeze_batchnorm
 from models.losses import BinaryCrossEntropy, build_criterion
 from settings import config
 
@@ -181,6 +182,18 @@ def test_frozen_batchnorm_keeps_factors_and_statistics_and_all_else_trains(name,
     others = {each for each in model.state_dict() if each.rpartition(".")[0] not in norms}
     assert norms
     assert changed_by_a_step(model, args, torch.randn(4, 3, 64, 64)) == others
+
+
+def test_frozen_batchnorm_without_factors_keeps_its_statistics_and_dropout_beside_it_goes_on():
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4, affine=False),
+        torch.nn.Sequential(torch.nn.BatchNorm2d(4), torch.nn.Dropout()),
+    )  # fmt: skip
+    freeze_batchnorm(model)
+    set_training_mode(model)
+    assert [module.training for module in model.modules()] == [True, True, False, True, False, True]
+    model(torch.randn(8, 3, 4, 4))
+    assert all(not module.running_mean.any() for module in (model[1], model[2][0]))
 
 
 def test_a_model_without_batchnorm_cannot_freeze_it():

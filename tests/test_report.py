@@ -74,7 +74,7 @@ def write_run(folder, seed=0, lr=0.1, factor=1.0, fold=0, weights=""):
     (folder / "recipe.toml").write_text(f'title = "t"\n[optimization]\nlr = {lr}\nseed = {seed}\n')
     if weights:
         with open(folder / "recipe.toml", "a") as file:
-            file.write(f'minival-fold = {fold}\n[model]\nweights = "{weights}"\n')
+            file.write(f'minival = 0.2\nminival-fold = {fold}\n[model]\nweights = "{weights}"\n')
     return folder
 
 
@@ -225,10 +225,10 @@ def test_folds_are_one_band_whose_weights_are_of_their_own_folds(tmp_path):
     names = [f"tuned-{fold}" for fold in range(3)]
     folds = [{"fold": fold, "weights": f"runs/probe-{fold}/best.pth"} for fold in range(3)]
     runs = [LoggedRun(write_run(tmp_path / name, **options)) for name, options in zip(names, folds, strict=True)]
-    others = ["IMAGENET1K_V1", "IMAGENET1K_V2", "runs/other-0/best.pth"]
+    others = ["IMAGENET1K_V1", "IMAGENET1K_V2", "runs/resnet50/best.pth", "runs/resnet18/best.pth", "runs/lr10/a.pth"]
     runs += [LoggedRun(write_run(tmp_path / f"of{n}x", weights=weights)) for n, weights in enumerate(others)]
     found = [[run.folder.name for run in group] for group in group_seeds(runs).values()]
-    assert found == [names, ["of0x"], ["of1x"], ["of2x"]]
+    assert found == [names, *([f"of{n}x"] for n in range(len(others)))]
 
 
 def test_the_shares_of_a_runs_time_are_told_with_the_process_that_the_others_wait_for(tmp_path):
