@@ -36,7 +36,8 @@ def _are_options(value: Any) -> bool:
 
 def _is_scaler(value: Any) -> bool:
     names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
-    return value["_growth_tracker"] >= 0 and all(0 < value[name] < 1e38 for name in names)
+    are_counts = type(value["_growth_tracker"]) is type(value["growth_interval"]) is int
+    return are_counts and value["_growth_tracker"] >= 0 and all(0 < value[name] < 1e38 for name in names)
 
 
 def _is_best(value: Any) -> bool:
