@@ -179,8 +179,7 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
                 "all images, so this cannot be changed"
             )
         refused += _compare_sets("train", theirs, _describe_set(train), notes)
-    if line := find_trained_on(f"--resume {args.resume}", state["args"], theirs, args, val):
-        print(line)
+    warn_trained_on(f"--resume {args.resume}", state["args"], theirs, args, val)
     part = state["args"].get("minival"), state["args"].get("minival_fold", 0)
     sets = {"val": val, **more} if part == (args.minival, args.minival_fold) else more
     known = {"val": theirs["val"], **state.get("eval_data", {})}
@@ -200,8 +199,8 @@ def holds_out(options: dict[str, Any], fraction: float, fold: int) -> bool:
     return (theirs, its_fold) == (fraction, fold) or (fold == its_fold == 0 and fraction <= theirs)
 
 
-def find_trained_on(source: str, options: dict[str, Any], images: Any, args: Any, val: Any) -> str:
-    """Return a line if weights were trained on images that `--minival` holds out here, else an empty one.
+def warn_trained_on(source: str, options: dict[str, Any], images: Any, args: Any, val: Any) -> None:
+    """Print a line if weights were trained on images that `--minival` holds out here.
 
     Args:
         source: the name of the weights.
@@ -211,14 +210,13 @@ def find_trained_on(source: str, options: dict[str, Any], images: Any, args: Any
         val: the validation set.
     """
     if not args.minival or not isinstance(images, dict) or holds_out(options, args.minival, args.minival_fold):
-        return ""
+        return
     whole = getattr(val.index, "whole", val.index)
     ours = {**whole.identity(), "fingerprint": whole.fingerprint()}  # the same in every form of the images
     known = {name: value for name, value in images.items() if isinstance(value, str)}
-    if not any(ours[name] is not None and known.get(name) == ours[name] for name in ("path", "sample", "fingerprint")):
-        return ""
-    part = f"--minival {args.minival} --minival-fold {args.minival_fold}"
-    return f"{source} has trained on images that {part} holds out: its accuracy here will be too high"
+    if any(ours[name] is not None and known.get(name) == ours[name] for name in ("path", "sample", "fingerprint")):
+        part = f"--minival {args.minival} --minival-fold {args.minival_fold}"
+        print(f"{source} has trained on images that {part} holds out: its accuracy here will be too high")
 
 
 def _check_ranks(name: str, dataset: Any | None) -> None:
@@ -236,8 +234,7 @@ def check_classes(weights: Any, args: Any, val: Any) -> None:
     Of `Weights` that name none `models.load_matching` counts the classes, and refuses those in an unknown order.
     """
     is_sure = weights.classes is not None or "data" in parse_allowed(args.allow_change)
-    if line := find_trained_on(f"--weights {args.weights}", weights.options, weights.images, args, val):
-        print(line)
+    warn_trained_on(f"--weights {args.weights}", weights.options, weights.images, args, val)
     weights.disorder = [] if is_sure else find_disorder(weights.script, val.classes)
     if weights.classes is None or len(weights.classes) != len(val.classes):
         return

@@ -217,6 +217,9 @@ def first_steps(folder: Path, least: int) -> tuple[dict, int]:
     record, losses = read_json(folder / "record.json"), losses_of(folder)
     if not record or not losses or math.isnan(first_loss(LoggedRun(folder).read("log.txt"))):
         raise UserError("no record of a training run of train.py; an evaluation is repeated by its command")
+    with in_one_line("record.json is not as scripts.ledger writes it"):
+        row([record | {"folder": folder}])
+        sum((record["environment"]["threads"], record.get("tolerance") or 0, record.get("tolerance_steps", 0)))
     found = LoggedRun(folder).options
     device = "cpu" if "cpu" in record["environment"] else "cuda"
     kind = {name: found.get(name.replace("_", "-")) for name in ("opt", "amp", "amp_dtype")}
@@ -267,7 +270,7 @@ def verify(folder: Path, least: int, replaced: dict[str, str | None]) -> int:
         print(f"{folder}: {counted(steps, 'step')} again ...", flush=True)
         again = run_again(folder, record, steps, replaced)
         others, tolerance = other_places(record, again.run), record.get("tolerance")
-        if others and ("gpu" in others or tolerance is None or steps > record["tolerance_steps"]):
+        if others and ("gpu" in others or tolerance is None or steps > record.get("tolerance_steps", 0)):
             raise UserError(f"other than the record's: {', '.join(others)}; and it has no tolerance for that")
         found = differences(folder, record, again, steps, tolerance if others else None)
         if found and tolerance is not None and not differences(folder, record, again, steps, tolerance):

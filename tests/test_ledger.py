@@ -228,6 +228,10 @@ CHANGES = {
     "no photographs": (lambda record: None, 2, "is not a folder"),
     "the threads": (lambda record: edit(record, "record.json", '"threads": 1', '"threads": 2'), 1, "step 2: loss is"),
     "another torch": (lambda record: edit(record, "record.json", '"torch": "', '"torch": "1'), 2, "has no tolerance"),
+    "no environment": (lambda record: edit(record, "record.json", '"environment"', '"x"'), 2, "not as scripts.ledger"),
+    "a tolerance in words": (
+        lambda record: edit(record, "record.json", '"seed"', '"tolerance": "x", "seed"'), 2, "not as scripts.ledger",
+    ),
     "no metrics": (lambda record: (record / "metrics.jsonl").unlink(), 2, "no record of a training run"),
 }  # fmt: skip
 
