@@ -219,6 +219,7 @@ def first_steps(folder: Path, least: int) -> tuple[dict, int]:
         raise UserError("no record of a training run of train.py; an evaluation is repeated by its command")
     with in_one_line("record.json is not as scripts.ledger writes it"):
         row([record | {"folder": folder}])
+        # An error where one of these is no number.
         sum((record["environment"]["threads"], record.get("tolerance") or 0, record.get("tolerance_steps", 0)))
     found = LoggedRun(folder).options
     device = "cpu" if "cpu" in record["environment"] else "cuda"
