@@ -15,11 +15,13 @@ from tests.exports import run_tool
 from tests.ranks import REPOSITORY
 from tests.started import SMALL_PLAIN, refused, run_train
 
-# As train.py, but renewed so often that a test need not wait.
+# As train.py, but renewed so often that a test need not wait, and asking the system for memory in every step.
 OFTEN = """
 import runpy
+from torch.nn.modules.module import register_module_forward_pre_hook
 from checkpointing import status
 status.RENEWAL_S = 0.2
+register_module_forward_pre_hook(lambda *_: bytearray(1 << 26)[:0] or None)
 runpy.run_path("train.py", run_name="__main__")
 """
 
