@@ -21,7 +21,7 @@ import runpy
 from torch.nn.modules.module import register_module_forward_pre_hook
 from checkpointing import status
 status.RENEWAL_S = 0.2
-register_module_forward_pre_hook(lambda *_: bytearray(1 << 26)[:0] or None)
+register_module_forward_pre_hook(lambda *_: bytearray(1 << 26) and None)
 runpy.run_path("train.py", run_name="__main__")
 """
 
