@@ -21,6 +21,7 @@ import transforms
 from checkpointing.published import choose_published_options, is_stored
 from distributed import collectives
 from distributed.launch import read_launch
+from distributed.watch import watchdog
 from errors import BadImageError, ImageError, UserError, counted, in_one_line, one_line
 from files import read_bytes, retry
 from loading.decode import Decoding, decode_plainly, turned_share, unused_range
@@ -352,6 +353,7 @@ def start_loading(args: Resolved) -> Loading:
     Raises:
         UserError: the data cannot be used, or this machine has too little memory or too few cores for it.
     """
+    watchdog.beat("opening the data")
     check_workers(args.workers)
     start = time.perf_counter()
     dataset, dataset_test = sets = build_datasets(*config.split_dirs(args), args)
@@ -393,6 +395,7 @@ def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
         )
     if args.synthetic is None and args.rank == 0:
         how = Decoding(exif=args.exif, grey_range=args.grey_range)
+        watchdog.beat(extra_s=LOOK_S)
         with suppress(TimeoutError):  # of a disk that hangs, which the watchdog names
             found = in_child(
                 lambda: "\n".join(look(source, how) for look in (unused_range, turned_share)).encode(), LOOK_S

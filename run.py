@@ -20,7 +20,7 @@ from checkpointing.store import CheckpointManager
 from distributed import collectives, signals
 from distributed.decision import CONTINUE, StepDecisions, WatchedLoader
 from distributed.launch import read_launch
-from distributed.watch import StallWatchdog
+from distributed.watch import watchdog
 from errors import ImageError, PreemptedError, StorageError, UserError, counted, end_refusals, loader_killed
 from files import write_atomically
 from metrics import Accuracy, Metric, Tally
@@ -154,18 +154,17 @@ class Run(Steps):
         self.due = []  # records of windows that have ended, without values that are still on the device
         self.status, self.ending = StatusFile(own_folder, self.state, self.progress), "preempted"
         self.clock, self.saving_s, self.starting_s = Clock(), 0.0, 0.0  # since the last record of an epoch
-        note_stall = partial(self.status.write, "failed")
-        self.watchdog = StallWatchdog(60 * args.stall_timeout, self.describe, note_stall)
 
     # Start and end
 
     def __enter__(self) -> "Run":
-        """Claim the folder, open the log and the records, start the watchdog. Collective: every rank must call it.
+        """Claim the folder, open the log and the records. Collective: every rank must call it.
 
         A finished run's folder is completed too: a kill may have interrupted its last save.
         """
         self.manager.claim(self.args.resume, self.state)
         collectives.call_on_master(self.write_description)
+        watchdog.enter_run(self.describe, partial(self.status.write, "failed"))
         end_refusals()
         if collectives.is_main_process():
             log.open(self.folder)
@@ -174,9 +173,7 @@ class Run(Steps):
             stack.push(lambda kind, error, trace: log.close(error))
             collectives.call_on_master(self.monitor.open)
             stack.enter_context(self.monitor)
-            self.watchdog.start()
             self.status.start_renewal()
-            stack.callback(self.watchdog.end)
             stack.callback(self.manager.close)
             self._contexts = stack.pop_all()
         self.starting_s = time.monotonic() - (signals.began_s or time.monotonic())
@@ -194,6 +191,7 @@ class Run(Steps):
             state = "preempted" if isinstance(cause, ImageError) and self.decisions.signals.number else "failed"
             self.status.write(state, f"{type(error).__name__}: {error}".rstrip(": "))
         self._contexts.__exit__(error and type(error), error, trace)
+        watchdog.leave_run()  # its end is recorded
         if error is not cause:
             raise error from cause
 
@@ -213,11 +211,12 @@ class Run(Steps):
         """Return how far the run is, for status.json."""
         num_steps, rate = self.args.epochs * self.state.steps_per_epoch, self.monitor.images_per_s
         left_s = rate and (num_steps - self.state.step) * self.args.global_batch_size / rate
-        since_s = time.monotonic() - self.watchdog.last_s
+        since_s = time.monotonic() - watchdog.last_s
         return {"steps": num_steps, "images_per_s": rate, "left_s": left_s, "progress": round(time.time() - since_s, 3)}
 
     def finish(self) -> None:
         """Record and print how the run ended. Collective: every rank must call it."""
+        watchdog.beat("recording the end")
         collectives.call_on_master(self.status.finish, self.why_stopped_early())
         if collectives.is_main_process():
             hours = None  # of all starts
@@ -324,7 +323,7 @@ class Run(Steps):
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
         self.state.steps += 1
-        self.watchdog.beat()
+        watchdog.beat("training")
         decision = self.decisions.result(*self.vote())  # of the step before
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if metric_logger.is_line_due or is_due or not self.has_steps_left or decision != CONTINUE:
@@ -369,7 +368,7 @@ class Run(Steps):
 
     def evaluated(self, kind: str, data_loader: Any) -> tuple[WatchedLoader, Callable[..., None]]:
         """Return a loader on which all ranks stop at the same batch after a signal, and the observer of its outputs."""
-        loader = WatchedLoader(data_loader, self.decisions, self.stop, self.watchdog.beat)
+        loader = WatchedLoader(data_loader, self.decisions, self.stop)
         return loader, partial(self.pictures.observe, kind)
 
     def record_results(self, results: dict[str, dict[str, Any]]) -> None:
@@ -421,6 +420,7 @@ class Run(Steps):
             is_last: whether this is the run's last save: wait for it, and fail if it fails.
         """
         start_s = time.monotonic()
+        watchdog.beat("saving")
         self.gather()
         # Weights are equal on all ranks, running statistics are not; rank 0's are saved.
         average, optimizer = self.state.parts.get("model_ema"), self.state.parts["optimizer"].optimizer
@@ -444,7 +444,6 @@ class Run(Steps):
             is_saved = self.manager.save(self.state, records=self.monitor.sync(), is_last=is_last)
         if is_saved:
             self.saved = self.saving
-        self.watchdog.beat()
         self.saving_s += time.monotonic() - start_s
 
     def failure(self, what: str) -> UserError:
@@ -457,7 +456,6 @@ class Run(Steps):
         """Wait for the save that is under way, if there is one. Collective: every rank must call it."""
         if self.manager.wait_for_save():
             self.saved = self.saving
-        self.watchdog.beat()
 
 
 def is_evaluated_after(epoch: int, args: config.Assigned) -> bool:

@@ -25,6 +25,7 @@ from distributed import collectives
 from distributed.decision import StepDecisions
 from distributed.launch import read_launch
 from distributed.signals import follow_agent, lent_signals, start_signal_handling
+from distributed.watch import watchdog
 from errors import PreemptedError, UserError, end_by, end_process
 from metrics import Accuracy, Tally, build_metrics, check_count, image_numbers, result_line
 from models import build, gradients, optim
@@ -139,6 +140,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     batches = metric_logger.log_every(data_loader, print_freq, header)
     with torch.inference_mode(), torch.random.fork_rng([]):
         for (image, target), index in zip(batches, image_numbers(data_loader), strict=False):
+            watchdog.beat("evaluating")
             if index is not None:
                 # A model that draws does so by image: the same on any number of processes.
                 seed_device(torch.device(device), EVALUATION, int(index[0]))
@@ -206,6 +208,7 @@ def join(args, notes):
     # Loader processes are forked: before there are other threads, such as those of the process group.
     # It also hides the wait for the first batches behind that for the others.
     loading = None if args.test_only and args.resume else data.start_loading(args)
+    watchdog.start(60 * args.stall_timeout)
     collectives.join_processes(args)
     if not args.test_only:
         follow_agent()

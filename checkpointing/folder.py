@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_iter
 from checkpointing.archive import Found, find_bad_record, read_checkpoint
 from checkpointing.checkpoint import BEST_NAMES, RunState
 from distributed.launch import read_launch
+from distributed.watch import watchdog
 from errors import StorageError, UserError, counted
 from files import explain_failure, lock_file, make_folder, read_bytes, retry_read, sync_folder, write_atomically
 
@@ -284,7 +286,7 @@ class CheckpointFolder:
                 self.say(f"warning: metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
         num_bytes = sum(tensor.nbytes for tensor in filter(torch.is_tensor, tree_iter(state)))  # nearly the file's size
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
-        return self.commit(state["step"], lambda file: torch.save(state, file), num_bytes, best_now)
+        return self.commit(state["step"], lambda file: torch.save(state, _Watched(file)), num_bytes, best_now)
 
     def commit(self, step: int, content: bytes | Callable, num_bytes: int, best_now: Iterable[str]) -> str | None:
         """Write a checkpoint's content, as of `write_atomically`; returns as `save`."""
@@ -341,6 +343,23 @@ class CheckpointFolder:
                 temporary.unlink()
             raise
         sync_folder(self.folder)
+
+
+class _Watched:
+    """A file to write, in which each write is progress of this process: a disk may be slow."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+
+    def write(self, content: bytes) -> int:
+        """Write some bytes; return how many."""
+        num_bytes = self.file.write(content)
+        watchdog.beat()
+        return num_bytes
+
+    def flush(self) -> None:
+        """Hand all bytes to the system."""
+        self.file.flush()
 
 
 def own_files(folder: Path, pattern: re.Pattern = OWN_FILES) -> list[Path]:

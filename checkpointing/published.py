@@ -17,6 +17,7 @@ from torchvision.models import WeightsEnum
 from checkpointing.guard import check_classes
 from checkpointing.weights import BARE, HUB, Weights, fetch_from_hub, load_weights
 from distributed import collectives
+from distributed.watch import watchdog
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from settings.options import (
     BY_NAME,
@@ -38,6 +39,7 @@ def start_weights(args: Any, val: Dataset) -> dict[str, Tensor] | None:
     """
     if args.weights is None:
         return None
+    watchdog.beat("reading the first weights")
     if not is_stored(args.weights):
         return fetch_published(resolve_weights(args), f"--weights {args.weights}")
     weights = read_weights(args.weights, is_average=args.ema)

@@ -11,9 +11,10 @@ from torch import distributed as dist
 
 from checkpointing.archive import Found, load_checkpoint
 from checkpointing.checkpoint import RunState, copy_to_host
-from checkpointing.folder import BEST_FILES, CheckpointFolder, explained, numbered
+from checkpointing.folder import BEST_FILES, LOCK_WAIT_S, CheckpointFolder, explained, numbered
 from distributed import collectives
 from distributed.launch import read_launch
+from distributed.watch import watchdog
 from errors import StorageError, UserError
 from files import read_bytes, read_json
 
@@ -53,6 +54,7 @@ class CheckpointManager:
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends, as `CheckpointFolder.acquire`."""
+        watchdog.beat("locking the output folder", LOCK_WAIT_S)
         if self.save_per_node:
             self._find_writers()
         collectives.call_on(self._writers, self._files.acquire)
@@ -68,6 +70,7 @@ class CheckpointManager:
 
     def read(self, resume: str) -> dict | None:
         """Return the checkpoint that `--resume` names, or None, as `CheckpointFolder.read`; print damaged ones."""
+        watchdog.beat("reading the checkpoint")
         if resume == "auto" and self._group is not None:
             self._level()
         found = collectives.call_on(self._writers if resume == "auto" else [0], self._files.read, resume)
@@ -89,6 +92,7 @@ class CheckpointManager:
 
     def claim(self, resume: str, run: RunState) -> None:
         """Make the folder that of the restored run, as `CheckpointFolder.claim`."""
+        watchdog.beat("claiming the output folder")
         collectives.call_on(self._writers, self._files.claim, resume, self._found, run)
         run.bests = collectives.gather_plain(run.bests)[0]
         self._found = None
@@ -120,11 +124,13 @@ class CheckpointManager:
             StorageError: as `wait_for_save`.
         """
         self.wait_for_save()
-        self._step, self._best_now, self._saving = run.step, run.best_now, Future()
+        self._step, self._best_now = run.step, run.best_now
         if collectives.is_main_process():
             state = run.state_dict() if is_last else copy_to_host(run.state_dict())
+            # Only now is a save in progress: what raises above leaves nothing that the end of the run would wait for.
             self._saving = self._thread.submit(self._files.save, state, self._best_now, records)
         else:
+            self._saving = Future()
             self._saving.set_result(None)
         self._last_s = time.monotonic()
         return is_last and self.wait_for_save(is_last=True)
@@ -159,7 +165,12 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the writer when a run ends. Not collective, since an error may have ended this rank alone."""
         saving, self._saving = self._saving, None
-        failure = None if saving is None else saving.result()
+        failure = None
+        if saving is not None:
+            try:
+                failure = saving.result()
+            except Exception as error:  # which must not hide the one that has ended the run
+                failure = f"the last save has failed: {type(error).__name__}: {error}"
         if failure is not None:
             print(f"warning: {failure}")
         self._finish_copy()
@@ -181,7 +192,8 @@ class CheckpointManager:
         if len(self._writers) < len(firsts):
             print(f"--save-per-node: {len(firsts)} nodes use {len(self._writers)} folders, with one writer each")
         if len(self._writers) > 1:
-            self._group = dist.new_group(self._writers, backend="gloo")
+            with watchdog.waiting():
+                self._group = dist.new_group(self._writers, backend="gloo")
 
     def _level(self) -> None:
         """Put the newest checkpoint of all folders, and the best ones that it names, into each."""

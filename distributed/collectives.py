@@ -17,7 +17,9 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from distributed.joining import Meeting
 from distributed.launch import Launch, read_launch
+from distributed.watch import watchdog
 from errors import PreemptedError, UserError, counted, escaped
 
 # Minutes that bookkeeping may wait, as while rank 0 saves to a slow disk. The stall watchdog ends a run that hangs.
@@ -74,12 +76,13 @@ def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
     if not is_dist_avail_and_initialized():
         return [rows]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(rows)]), group=_joined.group)
-    longest = max(int(size) for size in sizes)
-    padded = rows.new_zeros(longest, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group=_joined.group)
+    with watchdog.waiting():
+        dist.all_gather(sizes, torch.tensor([len(rows)]), group=_joined.group)
+        longest = max(int(size) for size in sizes)
+        padded = rows.new_zeros(longest, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=_joined.group)
     return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
 
 
@@ -94,13 +97,16 @@ def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> b
     if not is_dist_avail_and_initialized():
         return payload
     is_source = get_rank() == src
+    group = group or _joined.group
     size = torch.tensor([len(payload) if is_source else 0])
-    dist.broadcast(size, src=src, group=group or _joined.group)
+    with watchdog.waiting():
+        dist.broadcast(size, src=src, group=group)
     if size == 0:
         return b""
     buffer = numpy.frombuffer(payload, numpy.uint8).copy() if is_source else numpy.empty(int(size), numpy.uint8)
-    for part in torch.from_numpy(buffer).split(1 << 30):
-        dist.broadcast(part, src=src, group=group or _joined.group)
+    for part in torch.from_numpy(buffer).split(1 << 28):
+        with watchdog.waiting():  # each part that arrives is progress
+            dist.broadcast(part, src=src, group=group)
     return payload if is_source else buffer.tobytes()
 
 
@@ -158,6 +164,9 @@ def read_rank(world_size: int, dist_url: str) -> Launch:
         UserError: the launcher's variables are incomplete.
     """
     launch = read_launch(world_size=world_size)
+    if launch.rank >= launch.world_size:
+        total = counted(launch.world_size, "process")
+        raise UserError(f"rank {launch.rank} of {total}: ranks count from 0; set WORLD_SIZE, or start with torchrun")
     if not launch.is_launched and world_size > 1:
         start = f"torchrun --nproc_per_node={world_size} train.py ..."
         raise UserError(f"--world-size {world_size}, but no launcher has set RANK; start with `{start}`")
@@ -238,27 +247,21 @@ def join_processes(args: Any) -> None:
         join_existing(choose_backend(args.device), timeout)
         return
     print(f"joining {counted(args.world_size, 'process')} at {args.dist_url}", flush=True)
+    watchdog.beat("joining")
     launch = read_launch(world_size=args.world_size)
     os.environ.update(launch.environment())
     # A launcher's address wins; --dist-url is for starts without one.
     url = "env://" if "MASTER_ADDR" in launch.address else args.dist_url
-    try:
-        store, _, _ = next(dist.rendezvous(url, args.rank, args.world_size, timeout=timeout))
-    except dist.DistError as error:
-        address = "{MASTER_ADDR}:{MASTER_PORT}".format(**launch.address) if url == "env://" else url
-        remedy = "check that it has started and that the port is open, or raise --dist-timeout"
-        raise UserError(f"rank {args.rank} cannot reach rank 0 at {address}; {remedy}", exit_code=1) from error
-    # torchrun's store outlives a restart and keeps the addresses of dead processes, so each attempt has its own keys.
-    # Not on several nodes: each torchrun counts its own restarts there, so the numbers may differ.
-    if launch.num_nodes == 1:
-        store = dist.PrefixStore(f"attempt{launch.attempt}", store)
+    store = Meeting(launch, url, timeout).open_store()
     _joined.store, _joined.rank, _joined.world_size = store, args.rank, args.world_size
     store.delete_key(f"end/{args.rank}")  # of an earlier attempt
+    watchdog.connect(store.clone(), args.rank, args.world_size)
     numbers = {"world_size": args.world_size, "rank": args.rank}
-    dist.init_process_group(choose_backend(args.device), store=store, timeout=timeout, **numbers)
-    _joined.own, _joined.world = dist.group.WORLD, None
-    _joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
-    dist.barrier()
+    with watchdog.waiting():
+        dist.init_process_group(choose_backend(args.device), store=store, timeout=timeout, **numbers)
+        _joined.own, _joined.world = dist.group.WORLD, None
+        _joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
+        dist.barrier()
 
 
 def join_existing(backend: str, timeout: datetime.timedelta) -> None:
@@ -269,9 +272,12 @@ def join_existing(backend: str, timeout: datetime.timedelta) -> None:
     shared = dist.group.WORLD, backend, timeout
     if _joined.shared != shared:
         print(f"joining {counted(get_world_size(), 'process')} of a process group that is there already", flush=True)
-        _joined.world = dist.new_group(backend=backend, timeout=timeout)
-        _joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
+        with watchdog.waiting():
+            _joined.world = dist.new_group(backend=backend, timeout=timeout)
+            _joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
         _joined.shared = shared
+    store = dist.PrefixStore("touchstone", dist.distributed_c10d._get_default_store())
+    watchdog.connect(store.clone(), get_rank(), get_world_size())
 
 
 def report_end(error: BaseException) -> BaseException:
@@ -283,7 +289,9 @@ def report_end(error: BaseException) -> BaseException:
         return error
     store, _joined.store = _joined.store, None
     rank, world_size = _joined.rank, _joined.world_size
-    is_lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    is_lost = isinstance(error, dist.DistError)
+    # Of the transport, which does not always name itself.
+    is_lost = is_lost or (isinstance(error, RuntimeError) and re.search("gloo|pair closure|[Cc]onnection", str(error)))
     ends = {rank: b"lost" if is_lost else b"error"}
     # In a thread, since a store whose network is gone does not answer.
     exchange = threading.Thread(target=_exchange_ends, args=(store, rank, world_size, ends), daemon=True)
@@ -303,7 +311,8 @@ def report_end(error: BaseException) -> BaseException:
     else:
         why = "the ranks cannot reach each other; check the network between the machines"
     cause = "timed out (--dist-timeout)" if re.search("[Tt]imed? ?out", str(error)) else "connection lost"
-    return UserError(f"{cause}: {why}", exit_code=1, is_of_one_rank=rank == min(ends.keys() - {*failed}))
+    is_first = rank == min(ends.keys() - {*failed})
+    return UserError(f"{cause} while {watchdog.stage}: {why}", exit_code=1, is_of_one_rank=is_first)
 
 
 def _exchange_ends(store: dist.Store, rank: int, world_size: int, ends: dict[int, bytes]) -> None:
@@ -323,6 +332,8 @@ def shut_down() -> None:
     Without the barrier some runs abort while they end: a rank tears down connections that another still uses.
     """
     if is_dist_avail_and_initialized():
-        dist.barrier(group=_joined.group)
+        watchdog.beat("leaving the other processes")
+        with watchdog.waiting():
+            dist.barrier(group=_joined.group)
         if _joined.own is dist.group.WORLD:
             dist.destroy_process_group()

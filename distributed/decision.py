@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from distributed import collectives
 from distributed.signals import Signals
+from distributed.watch import watchdog
 
 
 class Decision(NamedTuple):
@@ -34,7 +35,8 @@ class StepDecisions:
     def begin(self, *vote: bool) -> None:
         """Begin to combine the votes of all ranks. Collective: every rank must call it."""
         if self._begun is not None:
-            self._begun[0].wait()  # of the step before, whose result was not needed
+            with watchdog.waiting():
+                self._begun[0].wait()  # of the step before, whose result was not needed
         if collectives.get_world_size() > 1:
             integers = torch.tensor(self._as_integers(*vote))  # on the host: no device is waited for
             group = collectives.world_group()
@@ -48,7 +50,8 @@ class StepDecisions:
         elif begun is None:
             return CONTINUE
         else:
-            begun[0].wait()
+            with watchdog.waiting():
+                begun[0].wait()
             stop, *rest = begun[1].tolist()
         name = signal.Signals(stop >> 32).name if stop else ""
         if stop and collectives.get_world_size() > 1:
@@ -70,14 +73,11 @@ class WatchedLoader:
     """A loader that stops on every rank before the same batch once a rank has been told to stop.
 
     Ranks may have different numbers of batches; a rank without batches keeps deciding until all have finished. `stop`
-    is called with the cause, on all ranks, and raises; `beat` is called before each batch. Other attributes are the
-    loader's.
+    is called with the cause, on all ranks, and raises. Other attributes are the loader's.
     """
 
-    def __init__(
-        self, loader: Any, decisions: StepDecisions, stop: Callable[[str], None], beat: Callable[[], None]
-    ) -> None:
-        self.loader, self.decisions, self.stop, self.beat = loader, decisions, stop, beat
+    def __init__(self, loader: Any, decisions: StepDecisions, stop: Callable[[str], None]) -> None:
+        self.loader, self.decisions, self.stop = loader, decisions, stop
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -90,7 +90,6 @@ class WatchedLoader:
         rounds = max(collectives.gather_plain(len(self.loader)))
         batches = iter(self.loader)
         for number in range(rounds):
-            self.beat()
             if cause := self.decisions.decide().stop:
                 self.stop(cause)
             if number < len(self.loader):

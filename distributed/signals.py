@@ -90,6 +90,10 @@ def lent_signals() -> Iterator[None]:
         if began_s is None and _signals is not None:
             _signals.restore()
             _signals = None
+        if began_s is None:
+            from distributed.watch import watchdog  # not above: it takes time, and the script begins with this module
+
+            watchdog.stop()
 
 
 def begin_script() -> None:

@@ -4,6 +4,7 @@ import math
 import sys
 import time
 
+from distributed.watch import watchdog
 from errors import duration, one_line
 
 # Seconds between two lines.
@@ -42,6 +43,7 @@ class Progress:
 
     def update(self, things: int = 1, num_bytes: int = 0) -> None:
         """Count things and bytes, and print the line when it is due."""
+        watchdog.beat()
         self.done += things
         self.bytes += num_bytes
         if time.monotonic() >= self._last_s + PROGRESS_S:

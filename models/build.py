@@ -17,6 +17,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from distributed.watch import watchdog
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from files import own_temporary_folder
 from models.freezing import freeze_batchnorm, freeze_below, freeze_below_classifier, set_training_mode
@@ -86,6 +87,7 @@ def build_model(
         UserError: the weights belong to another model, an option is about layers that this model lacks, or the model
             cannot take images of the given sizes.
     """
+    watchdog.beat("building the model")
     # Every rank and every start draws the same first weights, whatever was drawn before.
     torch.manual_seed(args.seed)
     check_name(args.model)

@@ -13,6 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed import collectives
+from distributed.watch import watchdog
 from randomness import FORWARD, UPDATE, seed_device
 from sampler import VirtualShards
 
@@ -28,17 +29,19 @@ def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     device_ids = None if torch.device(args.device).type == "cpu" else [args.gpu]
     # With gradient accumulation a static graph fails at one of torch's own assertions.
     is_static = args.num_shards == args.world_size and args.compile is None
-    return DistributedDataParallel(
-        model, device_ids=device_ids, process_group=collectives.world_group(), gradient_as_bucket_view=True,
-        static_graph=is_static, **no_buffers,
-    )  # fmt: skip
+    with watchdog.waiting():  # for ranks that still build theirs
+        return DistributedDataParallel(
+            model, device_ids=device_ids, process_group=collectives.world_group(), gradient_as_bucket_view=True,
+            static_graph=is_static, **no_buffers,
+        )  # fmt: skip
 
 
 def broadcast_from_master(tensors: Sequence[Tensor]) -> None:
     """Overwrite every rank's tensors with rank 0's. Collective: every rank must call it."""
     if dist.is_initialized():
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0, group=collectives.world_group())
+        with watchdog.waiting():
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0, group=collectives.world_group())
 
 
 class PairwiseGradientSum:

@@ -85,7 +85,7 @@ def iterate(rank, world_size, lengths, rounds_at_stop, folder):
         raise StopAsyncIteration(cause)
 
     try:
-        for batch in WatchedLoader(range(lengths[rank]), StepDecisions(signals), stop, lambda: None):
+        for batch in WatchedLoader(range(lengths[rank]), StepDecisions(signals), stop):
             seen.append(batch)
             if rank == 0 and batch == rounds_at_stop:
                 signals.number = signal.SIGTERM
