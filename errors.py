@@ -303,8 +303,8 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
     if exit_code is None:
         import traceback  # not above: it takes time, and most processes need none
 
-        with suppress(OSError):  # the terminal may be gone
-            traceback.print_exception(error)
+        # By `say`: traceback prints by `print`, which is silent on other ranks than 0.
+        say("".join(traceback.format_exception(error)).rstrip())
         end_process(1)
     note_refusal(exit_code, error)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that a launcher can end this process now

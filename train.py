@@ -299,22 +299,23 @@ def cli(args=None):
     """Run the script: a user's mistake ends in one line and an exit code, a bug in a traceback."""
     args = args or config.read_command_line()
     try:
-        if args.dry_run:
-            start_signal_handling(is_training=False)
-            build_presets(args), build_metrics(args, 1000)  # find out whether what they name exists
-            text = preview(args)  # after which only the first of several processes prints
-            print(text)
-        else:
-            main(args)
-    except PreemptedError as stop:
-        print(f"{stop}; --resume auto continues")
+        try:
+            if args.dry_run:
+                start_signal_handling(is_training=False)
+                build_presets(args), build_metrics(args, 1000)  # find out whether what they name exists
+                text = preview(args)  # after which only the first of several processes prints
+                print(text)
+            else:
+                main(args)
+        except PreemptedError as stop:
+            print(f"{stop}; --resume auto continues")
+        collectives.shut_down()
     except BaseException as error:
         if not isinstance(error, Exception | KeyboardInterrupt):  # not the parser's, whose work is done
             error = UserError(f"code of your own has raised {error!r:.90}; let it raise an Exception", exit_code=1)
         error = collectives.report_end(error)
         note_refusal(args, error)
         end_by(error, read_launch())
-    collectives.shut_down()
     end_process(0)
 
 

@@ -60,8 +60,9 @@ class Watchdog:
             threading.Thread(target=self._watch, args=(self._is_over,), daemon=True, name="stall watchdog").start()
 
     def stop(self) -> None:
-        """Stop watching, and forget the other ranks."""
-        self._reset(0.0)
+        """Stop watching, and forget the other ranks; the stage stays, for the error that may be reported after this."""
+        self._is_over.set()
+        self.timeout_s, self.peers = 0.0, None
 
     def connect(self, store: Any, rank: int, world_size: int) -> None:
         """Tell the other ranks of this one's progress, through a store of its own connection."""
