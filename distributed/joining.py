@@ -2,8 +2,10 @@
 
 import os
 import socket
+import threading
 import time
 import urllib.parse
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,8 +14,8 @@ from distributed.launch import Launch
 from distributed.watch import watchdog
 from errors import UserError, counted, say
 
-# Seconds between two lines on who is missing, and the longest between two looks.
-_LINE_S, _LOOK_S = 60.0, 1.0
+# Seconds between two lines on who is missing, the longest between two looks, and for the last one to be reported.
+_LINE_S, _LOOK_S, _GRACE_S = 60.0, 1.0, 6.0
 
 
 class Meeting:
@@ -38,6 +40,24 @@ class Meeting:
         Raises:
             UserError: rank 0 cannot be reached, processes are missing, or launchers tell of different numbers of them.
         """
+        # In a thread: torch's client waits without an end, and deaf to signals, for the answer of a process that is
+        # stopped, or that is no store.
+        found = Future()
+        threading.Thread(target=self._meet_into, args=(found,), daemon=True, name="meeting").start()
+        try:
+            return found.result(self.timeout.total_seconds() + _GRACE_S)
+        except TimeoutError:
+            limit = f"{self.timeout.total_seconds() / 60:g} min (--dist-timeout)"
+            why = "it is stopped, or its port is another program's"
+            raise _alone(f"rank 0 has not answered rank {self.launch.rank} within {limit}: {why}") from None
+
+    def _meet_into(self, found: Future) -> None:
+        try:
+            found.set_result(self._meet())
+        except BaseException as error:  # the main thread's to report
+            found.set_exception(error)
+
+    def _meet(self) -> dist.Store:
         launch = self.launch
         parts = urllib.parse.urlsplit(self.url)
         if self.url == "env://":
@@ -83,7 +103,7 @@ class Meeting:
             where = f"rank 0 at {host}:{port}: {why}"
             if time.monotonic() > self.deadline_s:
                 remedy = "check that it has started and that the port is open, or raise --dist-timeout"
-                raise UserError(f"rank {self.launch.rank} cannot reach {where}; {remedy}", exit_code=1)
+                raise _alone(f"rank {self.launch.rank} cannot reach {where}; {remedy}")
             self._wait(f"waiting for {where}")
 
     def _await_all(self, store: dist.Store) -> None:
@@ -137,7 +157,13 @@ def _is_local(host: str) -> bool:
 
 def _compare_sizes(rank: int, world_size: int, other: int, theirs: int) -> None:
     if theirs != world_size:
-        raise UserError(
+        raise _alone(
             f"rank {rank} is one of {counted(world_size, 'process')}, but rank {other} one of {theirs} (WORLD_SIZE); "
-            "start all with the same number"
+            "start all with the same number",
+            exit_code=UserError.exit_code,
         )
+
+
+def _alone(line: str, exit_code: int = 1) -> UserError:
+    """Return an error that each rank prints, since rank 0 may not be there to do so."""
+    return UserError(line, exit_code=exit_code, is_of_one_rank=True)
