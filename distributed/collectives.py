@@ -286,6 +286,7 @@ def report_end(error: BaseException) -> BaseException:
 
     Call it for the error that ends a process: it tells the other ranks of it, and so which rank is silent.
     """
+    watchdog.await_end()
     if _joined.store is None or isinstance(error, PreemptedError | SystemExit):
         return error
     store, _joined.store = _joined.store, None

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from errors import counted, say
+from errors import say
 
 # Bytes read or written that count as progress of a start: of a download, of a slow disk. Reading the number takes some.
 _PROGRESS_BYTES = 1 << 16
@@ -36,7 +36,7 @@ class Watchdog:
     LINGER_S = 5.0  # a launcher ends all ranks when one has left; all should print their stacks first
 
     def __init__(self) -> None:
-        self._is_over = threading.Event()
+        self._is_over, self._is_ending = threading.Event(), False
         self._reset(0.0)
 
     def _reset(self, timeout_s: float) -> None:
@@ -131,7 +131,13 @@ class Watchdog:
         if pause_s > self.timeout_s / 4:
             say(f"rank {self.rank}: this process was stopped for {pause_s:.0f} s (SIGSTOP, a suspended job): no stall")
 
+    def await_end(self) -> None:
+        """Wait for the end of a process that this is ending: an error that comes now is a consequence."""
+        if self._is_ending:
+            time.sleep(4 * self.LINGER_S)
+
     def _end_process(self) -> None:
+        self._is_ending = True
         reason = f"stalled for {self.timeout_s:g} s (--stall-timeout) while {self.stage}"
         blamed = "" if self.peers is None else self.peers.blame()
         if blamed:
@@ -172,6 +178,7 @@ class _Peers:
         self.last = {}  # {rank: what it wrote last}
         self.grown_s = {}  # {rank: when its number was last seen to grow}
         self.until_s = {}  # {rank: until when it counts as making progress}
+        self.ended = set()  # ranks that have ended by an error
         self.answered_s = time.monotonic()  # when the store last answered
 
     def exchange(self, is_over: threading.Event) -> None:
@@ -189,6 +196,8 @@ class _Peers:
     def _read(self) -> None:
         for other in range(self.world_size):
             key = f"beat/{other}"
+            if self.store.check([f"end/{other}"]):  # as `collectives.report_end` writes it
+                self.ended.add(other)
             if other == self.rank or not self.store.check([key]):
                 continue
             theirs, now_s = json.loads(self.store.get(key)), time.monotonic()
@@ -213,6 +222,8 @@ class _Peers:
         now_s, patience_s = time.monotonic(), 3 * self.watchdog.period_s + 1.0
         if now_s - self.answered_s > patience_s:
             return "no answer from rank 0 or its launcher, at whose store the processes meet"
+        if self.ended:
+            return f"rank {', '.join(map(str, sorted(self.ended)))} failed; see the error in its own output"
         others = [other for other in range(self.world_size) if other != self.rank]
         silent = [other for other in others if now_s - self.grown_s.get(other, 0.0) > patience_s]
         if silent:
@@ -222,9 +233,9 @@ class _Peers:
 
     def _name(self, ranks: list[int]) -> str:
         """Return some of the ranks in words, each with its stage."""
-        stages = {rank: self.last[rank][2] if rank in self.last else "starting" for rank in ranks[:8]}
-        more = f" and {counted(len(ranks) - 8, 'other rank')}" if len(ranks) > 8 else ""
-        return ", ".join(f"rank {rank} ({stage})" for rank, stage in stages.items()) + more
+        stages = {rank: f" ({self.last[rank][2]})" for rank in ranks[:8] if rank in self.last}
+        names = ", ".join(f"rank {rank}{stages.get(rank, '')}" for rank in ranks[:8])
+        return f"{names} and {len(ranks) - 8} more" if len(ranks) > 8 else names
 
 
 def count_bytes() -> int:

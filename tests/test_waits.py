@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 LIMIT_S = 9
 OPTIONS = [
     *SMALL, *"--epochs 2 --print-freq 2 --lr 0.05 --checkpoint-steps 2 --use-deterministic-algorithms".split(),
-    "--resume", "auto", "--dist-timeout", LIMIT_S / 60, "--stall-timeout", LIMIT_S / 60,
+    "--resume", "auto", "--dist-timeout", 2 * LIMIT_S / 60, "--stall-timeout", LIMIT_S / 60,
 ]  # fmt: skip
 COLLECTIVES = ("all_gather", "broadcast", "all_reduce", "barrier", "new_group", "init_process_group")
 FAULTS = ("stopped", "killed", "raises")
@@ -352,4 +352,4 @@ def test_a_rank_that_fails_while_a_save_begins_ends_the_run_with_its_cause(runs,
     assert code in (1, 2)
     assert words in output
     assert cause in json.loads((tmp_path / "out" / "status.json").read_text())["reason"]
-    assert "rank 0 failed; see the error in its own output" in other
+    assert re.search("train.py: error.*rank 0", other)  # whose store ended with it
