@@ -511,6 +511,7 @@ class DeviceLoader:
         is_training = isinstance(sampler, TrainSampler)
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
         for (image, target), (step, shard) in zip(loaded, addresses, strict=True):
+            watchdog.beat("" if is_training else "evaluating")
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)

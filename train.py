@@ -25,7 +25,6 @@ from distributed import collectives
 from distributed.decision import StepDecisions
 from distributed.launch import read_launch
 from distributed.signals import follow_agent, lent_signals, start_signal_handling
-from distributed.watch import watchdog
 from errors import PreemptedError, UserError, end_by, end_process
 from metrics import Accuracy, Tally, build_metrics, check_count, image_numbers, result_line
 from models import build, gradients, optim
@@ -34,7 +33,6 @@ from models.teacher import build_loss
 from models.trained import load_evaluated
 from monitoring.console import hash_line, log
 from monitoring.preview import preview
-from presets import build_presets
 from randomness import EVALUATION, seed_device
 from run import BareRun, Run
 from sampler import VirtualShards
@@ -140,7 +138,6 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     batches = metric_logger.log_every(data_loader, print_freq, header)
     with torch.inference_mode(), torch.random.fork_rng([]):
         for (image, target), index in zip(batches, image_numbers(data_loader), strict=False):
-            watchdog.beat("evaluating")
             if index is not None:
                 # A model that draws does so by image: the same on any number of processes.
                 seed_device(torch.device(device), EVALUATION, int(index[0]))
@@ -208,7 +205,6 @@ def join(args, notes):
     # Loader processes are forked: before there are other threads, such as those of the process group.
     # It also hides the wait for the first batches behind that for the others.
     loading = None if args.test_only and args.resume else data.start_loading(args)
-    watchdog.start(60 * args.stall_timeout)
     collectives.join_processes(args)
     if not args.test_only:
         follow_agent()
@@ -302,7 +298,6 @@ def cli(args=None):
         try:
             if args.dry_run:
                 start_signal_handling(is_training=False)
-                build_presets(args), build_metrics(args, 1000)  # find out whether what they name exists
                 text = preview(args)  # after which only the first of several processes prints
                 print(text)
             else:

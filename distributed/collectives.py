@@ -236,8 +236,10 @@ def join_processes(args: Any) -> None:
     Collective: every rank must call it.
 
     Args:
-        args: holds distributed, rank, world_size, gpu, device and dist_url, and may hold dist_timeout (minutes).
+        args: holds distributed, rank, world_size, gpu, device and dist_url, and may hold dist_timeout and stall_timeout
+            (minutes); from now on the process is watched for the latter.
     """
+    watchdog.start(60 * getattr(args, "stall_timeout", 0.0))
     if torch.device(args.device).type != "cpu":
         torch.accelerator.set_device_index(args.gpu)
     if not args.distributed:

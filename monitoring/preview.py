@@ -13,10 +13,12 @@ from loading.forms import open_split
 from loading.lists import alike_classes
 from loading.remote import is_remote
 from loading.source import list_folder, minival_numbers
+from metrics import build_metrics
 from models import optim
 from models.build import build_without_memory, check_model
 from models.ema import describe_ema
 from monitoring.console import describe_size
+from presets import build_presets
 from sampler import VirtualShards
 from settings import config
 from settings.options import split_custom
@@ -30,6 +32,8 @@ def preview(args: Any) -> str:
 
     If a launcher started several processes, only the first can print afterwards. UserError for options that contradict.
     """
+    build_presets(args)  # these two find out whether what they name exists
+    build_metrics(args, IMAGENET_CLASSES)
     optim.check_schedule(args)
     config.find_device(args)
     if args.resume not in ("", "auto") and not Path(args.resume).is_file():
