@@ -45,6 +45,7 @@ class Campaign(NamedTuple):
     options: tuple[str, ...] = ("--checkpoint-steps", "1")  # without which a run saves at the ends of epochs only
     shards: int = 4  # of the global batch
     is_for_all: bool = False  # whether every rank is sent it, at one time
+    pause_s: float = 0.0  # seconds after which a stopped process goes on; a run must then end as if nothing had been
 
     @property
     def has_same_saves(self) -> bool:
@@ -55,10 +56,12 @@ class Campaign(NamedTuple):
         """Return signals as `run_ranks` takes them; most come before a resumed run, which is shorter, has ended."""
         at_s, number = rng.uniform(0, 0.7 * duration_s), rng.choice(self.signals)
         ranks = range(world_size) if self.is_for_all else [rng.randrange(world_size)]
-        return [(at_s, rank, number) for rank in ranks]
+        strikes = [(at_s, rank, number) for rank in ranks]
+        return strikes + [(at_s + self.pause_s, rank, signal.SIGCONT) for rank in ranks if self.pause_s]
 
 
 KILL = (signal.SIGKILL,)
+LIMITS = ("--checkpoint-steps", "1", "--stall-timeout", "0.1")  # six seconds
 CAMPAIGNS = {
     "kills": Campaign(KILL),
     "loader_kills": Campaign(KILL, options=("--checkpoint-steps", "1", "--workers", "2")),
@@ -67,12 +70,14 @@ CAMPAIGNS = {
     "resizes": Campaign(KILL, (1, 2, 4)),
     "signals": Campaign((signal.SIGTERM,), options=()),
     "rank_signals": Campaign((signal.SIGTERM, signal.SIGUSR1), (4,), options=()),
+    "stopped_ranks": Campaign((signal.SIGSTOP,), (2,), (*LIMITS, "--dist-timeout", "0.2")),
+    "pauses": Campaign((signal.SIGSTOP,), options=LIMITS, pause_s=9.0),
 }
 
 # How often each kind strikes; the points of the last three, at equal distances, are of each scenario of tests/crash.py.
 NUMBERS = {
     "kills": 200, "loader_kills": 80, "rank_kills": 40, "all_rank_kills": 5, "resizes": 15, "signals": 40,
-    "rank_signals": 10, "faults": 20, "bitflips": 2000,
+    "rank_signals": 10, "stopped_ranks": 10, "pauses": 10, "faults": 20, "bitflips": 2000,
 }  # fmt: skip
 POINTS = {"crash_points": 60, "failing_calls": 30, "power_loss": 50}
 
@@ -149,9 +154,10 @@ class Chaos:
             if is_over:
                 self.compare(campaign, kind)
                 safe = -1
+                self.counts[kind] += bool(strikes and campaign.pause_s)
                 continue
             self.counts[kind] += 1
-            if state != "preempted" and all(code >= 0 for code in outcome.codes):
+            if campaign.pause_s or (state != "preempted" and all(code >= 0 for code in outcome.codes)):
                 self.note("lost", f"{kind}: ended by itself:\n{outcome.output[-2000:]}")
                 return
 
