@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from distributed.signals import open_closed_files
 from errors import ImageError, StorageError, UserError, error_line, escaped, explain_limit, loader_killed
 from files import explain_failure, make_folder, write_atomically
-from settings.options import BY_NAME, OneLineParser
+from settings.options import BY_NAME, NO_ADDRESS, OneLineParser
 
 ROOT = Path(__file__).parent.parent
 # Errors of the system by which a path that was given cannot be used.
@@ -70,8 +70,10 @@ def positive(text: str) -> int:
 
 def as_path(text: str) -> Path:
     """Return a path; refuse an empty one, which would mean the current folder, and an address; an argparse type."""
-    if not text or text.partition("/")[0].endswith(":"):  # whose password is not repeated
-        raise argparse.ArgumentTypeError("expected a path, and it is empty or an address; . is the current folder")
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, and it is empty; . is the current folder")
+    if text.partition("/")[0].endswith(":"):  # whose password is not repeated
+        raise argparse.ArgumentTypeError(NO_ADDRESS)
     return Path(text)
 
 

@@ -392,6 +392,7 @@ def resolve(
     if isinstance(given, Parsed):
         return given
     values, preset = _choose_loss(vars(given), vars(given) if typed is None else typed), options.defaults()
+    values = {name: options.expand_home(name, value) for name, value in values.items()}
     is_sparse = not preset.keys() <= values.keys()
     if values.get("recipe") and reference_global_batch is None and not is_sparse:
         raise UserError(f"--recipe {given.recipe}: the parser alone reads no recipe; call config.parse_args instead")
@@ -615,6 +616,9 @@ def _validate_text(option: Option, text: str) -> None:
         raise UserError(f"{option.flag} is empty; give a value, or remove it")
     if max(map(len, re.split("[/,]", text))) > 255:
         raise UserError(f"{option.flag} {text[:20]}...: a name in it has more than 255 characters")
+    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
+    if scheme and option.dest not in options.TAKES_ADDRESS:
+        raise UserError(f"{option.flag} {scheme[0]}...: {options.NO_ADDRESS}")  # the rest may hold a password
 
 
 def _validate_names(args: Parsed) -> None:

@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -40,6 +41,11 @@ NEEDED = ("val_resize_size", "val_crop_size", "interpolation", *STATISTICS)
 WITH_DEFAULT = ("crop_mode", "exif", "grey_range")
 PREPROCESSING = (*NEEDED, *WITH_DEFAULT)
 
+# Options that may begin with an address, such as s3://bucket, and what is said of all others.
+TAKES_ADDRESS = ("data_path", "eval_data", "dist_url", "model_kwargs", "multi_label")
+NO_ADDRESS = ("expected a local path, not an address; download the file, or mount the bucket; a local folder is copied "
+              "into one by aws s3 sync")  # fmt: skip
+
 
 def _which_take(option: str, chooser: str = "lr_scheduler") -> str:
     """Return `needs` of an option that only some rows take of the table by which another option chooses."""
@@ -51,6 +57,19 @@ def split_custom(name: str) -> tuple[str, str] | None:
     """Return the file and the function of FILE.py:FUNCTION, or None for a library's name."""
     path, colon, function = name.rpartition(":")
     return (path, function) if colon and path.endswith(".py") else None
+
+
+def expand_home(dest: str, value: Any) -> Any:
+    """Return the value of an option with ~ and ~USER replaced where a path, or that of NAME=PATH, begins with it.
+
+    Shells leave `--output-dir=~/runs` as it is. A path that is there as it is written stays: an older run may be in it.
+    """
+    if isinstance(value, list):
+        return [expand_home(dest, each) for each in value]
+    if not isinstance(value, str) or dest == "multi_label" or os.path.lexists(value):  # ~ may separate labels
+        return value
+    begin = re.match(r"(?:\w[\w.-]*=)?(?=~[\w.-]*(?:/|$))", value)
+    return value if begin is None else begin[0] + os.path.expanduser(value[begin.end() :])
 
 
 def lower(text: str) -> str:
@@ -670,10 +689,10 @@ class OneLineParser(argparse.ArgumentParser):
     lines_about: Callable[[str], list[str]] | None = None  # what other scripts' flags with a word are here
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse --."""
+        """Refuse --, and expand ~."""
         if "--" in arg_strings:
             raise argparse.ArgumentError(action, "expected a value, not --")
-        return super()._get_values(action, arg_strings)
+        return super()._get_values(action, expand_home(action.dest, arg_strings))
 
     def error(self, message: str) -> None:
         """Raise the error instead of printing two pages of usage first, on every rank."""

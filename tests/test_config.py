@@ -1,15 +1,22 @@
 """Options and recipes: torchvision's flags and defaults, and errors of one line that say what was meant."""
 
+import argparse
 import contextlib
+import getpass
+import os
+import pwd
 import shlex
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 
 from errors import UserError
+from scripts import tool
 from settings import choices, config, options
+from settings.options import BY_NAME
 
 DATA = ["--data-path", "images"]
 
@@ -130,6 +137,40 @@ def test_a_run_cannot_write_into_its_own_images(tmp_path, monkeypatch):
     assert "inside val/" in refusal("--data-path", "..")
     config.parse_args(["--data-path", "..", "--test-only", "--weights", "DEFAULT"])
     config.parse_args(["--data-path", "..", "--output-dir", str(tmp_path / "trained")])
+
+
+def test_an_address_is_refused_wherever_a_local_path_is_needed_without_its_secrets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = {option.dest for option in BY_NAME.values() if option.type in (str, options.lower) and not option.choices}
+    for dest in sorted(texts - {"list_recipes", "device", *options.TAKES_ADDRESS}):
+        message = refusal(*DATA, f"{BY_NAME[dest].flag}=s3://me:secret@bucket/run")
+        assert "secret" not in message or dest in ("recipe", "model"), message
+        if dest != "recipe":  # "no such recipe"
+            assert message.startswith(f"{BY_NAME[dest].flag} s3://...: expected a local path, not an address; ")
+            assert "aws s3 sync" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_home_folder_is_expanded_wherever_a_path_is_given(tmp_path, monkeypatch, recipe):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", home := str(tmp_path / "home"))
+    words = ["--output-dir=~/x", "--data-path=~/images", "--model=~/own.py:f", "--eval-data", "a=~/b", "c=d~/e"]
+    args = parse(*words, "--multi-label=~", "--criterion=bce")
+    assert (args.output_dir, args.data_path, args.model) == (f"{home}/x", f"{home}/images", f"{home}/own.py:f")
+    assert (args.trusted, args.eval_data, args.multi_label) == ([args.model], [f"a={home}/b", "c=d~/e"], "~")
+    assert parse("--output-dir=~").output_dir == home
+    assert config.parse_args(recipe('[data]\ndata-path = "~/images"\n')).data_path == f"{home}/images"
+    assert config.resolve(argparse.Namespace(output_dir="~/x", synthetic=8)).output_dir == f"{home}/x"  # a notebook's
+    parser = tool.build_parser("tool", "", "A tool.")
+    parser.add_argument("--json", type=tool.output_file(".json"))
+    parser.add_argument("path", nargs="*", type=tool.as_place)
+    (tmp_path / "home").mkdir()
+    found = parser.parse_args(["--json=~/a.json", "~/b", f"~{getpass.getuser()}/c", "d"])
+    assert found.json == tmp_path / "home" / "a.json"
+    assert found.path == [tmp_path / "home" / "b", Path(pwd.getpwuid(os.getuid()).pw_dir) / "c", Path("d")]
+    # A run of before this was so is in a folder of that name, and goes on there.
+    (tmp_path / "~" / "x").mkdir(parents=True)
+    assert parse("--output-dir=~/x", "--resume", "auto").output_dir == "~/x"
 
 
 OUT_OF_RANGE = [

@@ -204,7 +204,7 @@ def test_an_address_that_cannot_be_is_one_line_without_its_secrets(started, tmp_
 @pytest.mark.parametrize("argv", [["pack", "out", "--short-side", 8, "--data-path"], ["report"]])
 def test_a_tool_that_reads_paths_refuses_an_address(tmp_path, argv):
     outcome, _ = run_tool(tmp_path, *argv, "http:/me:secret@host/p", code=2)
-    assert "expected a path, and it is empty or an address" in outcome.output
+    assert "expected a local path, not an address" in outcome.output
     assert "secret" not in outcome.output
 
 

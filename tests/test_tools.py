@@ -42,6 +42,8 @@ def run(tmp_path: Path, name: str, *argv, largest_file=None) -> Outcome:
         (make_digits, "''", "expected a path, and it is empty"),
         (prepare, "'' out", "expected a path, and it is empty"),
         (pack, "--short-side 9 --data-path . ''", "expected a path, and it is empty"),
+        (prepare, ". s3://me@bucket/out", "argument OUT: expected a local path, not an address"),
+        (evaluate, "x.pth --set val=. --html s3://me@bucket/a.html", "--html: expected a local path, not an address"),
         (make_digits, "digits --gpu 0", "unrecognized argument"),
         (pack, "out --data-path in --short-side 9 --pretrained", "unrecognized argument"),
     ],
