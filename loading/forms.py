@@ -2,6 +2,7 @@
 
 import numbers
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,19 @@ from typing import Any
 from errors import UserError, in_one_line, one_line
 from files import retry
 from loading.decode import HEIC_REMEDY, can_read_heic
-from loading.index import ImageIndex
+from loading.index import CLASSES, ImageIndex
 from loading.lists import SEPARATORS, ListIndex
 from loading.remote import RemotePack, is_remote
 from loading.source import HEIC_EXTENSIONS, Source, check_label_sets, list_folder
 from settings import choices
+from settings.config import ARCHIVES
 from settings.custom_code import load_function
 from settings.options import split_custom
 
 FORMS: list[type[Source]] = [form.load() for form in choices.FORMS.values()]
+
+# Other names of splits, in lower case: Roboflow's valid, Keras's training and validation ...
+_OTHER_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation")}
 
 
 def find_sources(root: Path) -> list[Source]:
@@ -52,6 +57,7 @@ def check_source(root: Path) -> list[Source]:
             "a val list too"
         )
     folders = [name for name in list_folder(root.parent) if (root.parent / name).is_dir() and name[0] != "."]
+    _check_names(root, folders)
     if folders and root.parent.name in ("train", "val"):
         raise UserError(f"{data_path} is one split; give the folder that holds it, {root.parent.parent}")
     if len(folders) > 1 and "val" not in folders and not find_sources(root.parent / "train"):
@@ -62,6 +68,19 @@ def check_source(root: Path) -> list[Source]:
     layouts = ", or ".join(form.layout.format(split=root.name) for form in FORMS[1:] + FORMS[:1])
     hint = "; or give --minival 0.1 to evaluate on held-out training images" if root.name == "val" else ""
     raise UserError(f"{data_path} has no {root.name}/; it must hold {layouts}{hint}")
+
+
+def _check_names(root: Path, folders: Sequence[str]) -> None:
+    """Refuse a split that is there as a folder of another name, or as an archive; with the command that helps."""
+    moves = {split: f"mv {name} {split}" for split, known in _OTHER_NAMES.items() if split not in folders
+             for name in folders if name.lower() in known}  # fmt: skip
+    words = f"--data-path {root.parent} has no {root.name}/"
+    if root.name in moves:
+        command = " && ".join([f"cd {shlex.quote(str(root.parent))}", *moves.values()])
+        raise UserError(f"{words}; rename what is there: {command}")
+    for name in list_folder(root.parent):
+        if name.lower().endswith(ARCHIVES) and (name.startswith(root.name) or not folders):
+            raise UserError(f"{words}, but {name}; unpack it, so that {root.name}/ holds a folder for each class")
 
 
 def open_named(
@@ -104,6 +123,8 @@ def open_source(root: Path, separator: str | None = None, extensions: Sequence[s
     source, *others = check_source(root)
     if others:
         print(one_line(f"{source.where} is used, not {' or '.join(other.where for other in others)}"))
+    if source.form == "folder" and os.path.lexists(root.parent / CLASSES):
+        print(one_line(f"{root.parent / CLASSES} is not read: class folders are in the order of their names"))
     if isinstance(source, ListIndex):
         source.separator = separator
     if extensions and isinstance(source, ImageIndex):

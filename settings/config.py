@@ -37,6 +37,9 @@ RECIPES_DIR = Path(__file__).parents[1] / "recipes"
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
+# Endings of archives that no form of data is.
+ARCHIVES = (".zip", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".7z", ".rar")
+
 # Metadata of a recipe for readers, not options.
 RECIPE_FACTS = {
     "title", "source", "command", "expected-acc1", "expected-acc5", "tolerance", "evaluation",
@@ -368,6 +371,8 @@ def _check_data_path(path: str) -> None:
             "data/imagenette2-320": "; docs/imagenette.md says how to download it",
         }
         hint = next((maker for end, maker in makers.items() if path.endswith(end)), "")
+        if path.lower().endswith(ARCHIVES):
+            hint = "; unpack it first"
         raise UserError(f"--data-path {path} is not a folder; give the folder with train/ and val/{hint}")
 
 

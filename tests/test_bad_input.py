@@ -33,6 +33,7 @@ def folders(tmp_path_factory):
 
 CASES = {
     "no data path": (["--data-path", "{root}/nowhere"], ["{root}/nowhere", "is not a folder"]),
+    "archive": (["--data-path", "{root}/images.tar.gz"], ["is not a folder", "unpack it first"]),
     "no val": (["--data-path", "{root}/only_train"], ["has no val/"]),
     "flat val": (
         ["--data-path", "{root}/flat"],

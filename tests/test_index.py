@@ -368,6 +368,41 @@ def test_a_file_that_would_fill_memory_or_is_no_file_is_not_read(tmp_path):
             open_source(tmp_path / "train").read(number)
 
 
+SPLITS = [
+    (["train/a/1.jpg", "valid/a/1.jpg", "test/a/1.jpg"], "mv valid val"),
+    (["train/a/1.jpg", "validation/a/1.jpg"], "mv validation val"),
+    (["training/a/1.jpg", "validation/a/1.jpg"], "mv training train && mv validation val"),
+    (["Train/a/1.jpg", "val/a/1.jpg"], "mv Train train"),
+    (["train.zip", "val.zip"], "has no train/, but train.zip; unpack it"),
+    (["train/a/1.jpg", "val.tar.gz"], "has no val/, but val.tar.gz; unpack it"),
+    (["images.TGZ"], "has no train/, but images.TGZ; unpack it"),
+    (["cats/1.jpg", "dogs/1.jpg", "old.zip"], "cats, dogs ... are the classes, move all of them into a folder train/"),
+]
+
+
+@pytest.mark.parametrize(("names", "words"), SPLITS)
+def test_a_split_of_another_name_or_in_an_archive_is_named_with_what_helps(tmp_path, names, words):
+    root = tmp_path / "my images"
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    split = "val" if (root / "train").exists() else "train"
+    with pytest.raises(UserError) as caught:
+        forms.check_source(root / split)
+    assert words in str(caught.value)
+    if "mv " in words:  # the command makes the folder one that can be read
+        subprocess.run(str(caught.value).partition("what is there: ")[2], shell=True, check=True)
+        assert open_source(root / "train").classes == open_source(root / "val").classes == ["a"]
+
+
+def test_a_list_of_classes_beside_class_folders_is_said_to_be_unread(folder, capsys):
+    expected = datasets.ImageFolder(folder).classes
+    (folder.parent / "classes.txt").write_text("\n".join(reversed(expected)))
+    for _ in range(2):  # a scan, and the cache
+        assert open_source(folder).classes == expected
+        assert f"{folder.parent}/classes.txt is not read: " in capsys.readouterr().out
+
+
 def test_what_is_missing_and_which_of_several_is_used_is_said(tmp_path, capsys):
     with pytest.raises(UserError) as caught:
         forms.check_source(tmp_path / "val")
