@@ -15,6 +15,13 @@ from checkpointing.schema import MOST_PICKLE_BYTES, check_schema, unfold
 from errors import StorageError, UserError
 from files import memory_bytes, open_to_read, read_at, retry_read
 
+# Beginnings of files that are often taken for weights, and what they are.
+_BEGINNINGS = {
+    rb"\s*<": "a web page", rb"version https://git-lfs": "a Git LFS pointer; git lfs pull fetches the file",
+    rb".{8}\{": "safetensors; its name must end so", rb"\x89HDF": "HDF5, as Keras writes it", rb"\x08.\x12": "ONNX",
+    rb"\x1f\x8b": "gzip; unpack it", rb"\x80[\3-\5]": "a pickle that torch.save did not write",
+}  # fmt: skip
+
 
 class Found(NamedTuple):
     """A checkpoint that has been verified."""
@@ -37,7 +44,8 @@ def read_checkpoint(path: Path, name: str) -> Found:
             check_size(file, name)
             end = read_at(file, max(os.fstat(file.fileno()).st_size - 22, 0), 22)  # a zip archive's last record
             if not end.startswith(b"PK\5\6"):
-                raise UserError(f"{name} is damaged or no checkpoint (it lacks the end of a torch.save archive)")
+                what = f"it lacks the end of a torch.save archive; {first_bytes(read_at(file, 0, 24))}"
+                raise UserError(f"{name} is damaged or no checkpoint ({what})")
             return file.read()
 
     try:
@@ -64,12 +72,12 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
     with stream, torch.serialization.safe_globals([argparse.Namespace]) if is_new else nullcontext():
         try:
             check_size(stream, name)
-            begin = stream.read(4)
+            begin = stream.read(24)
             # Torch too tells archives by these bytes from the pickles of versions before 1.6, all of protocol 2.
-            if begin == b"PK\3\4":
+            if begin.startswith(b"PK\3\4"):
                 check_archive(stream, name)
             elif begin[:2] != b"\x80\2":
-                raise ValueError("not a torch.save archive" if begin else "it is empty")
+                raise ValueError(f"not a torch.save archive; {first_bytes(begin)}")
             stream.seek(0)
             content = torch.load(stream, map_location="cpu", weights_only=True)
         except (UserError, MemoryError):
@@ -83,6 +91,12 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
     for _ in unfold(content, name):
         pass
     return content
+
+
+def first_bytes(begin: bytes) -> str:
+    """Say what the first bytes of a file are, and which kind of file has such."""
+    kinds = [f": {kind}" for pattern, kind in _BEGINNINGS.items() if re.match(pattern, begin, re.DOTALL)]
+    return f"it begins with {begin!r}{''.join(kinds[:1])}" if begin else "it is empty"
 
 
 def check_size(file: Any, name: str) -> None:
@@ -105,6 +119,8 @@ def check_archive(file: Any, name: str) -> None:
     size = file.seek(0, os.SEEK_END)
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
+        if not any(each.filename.endswith(("/data.pkl", "/version")) for each in records):  # one may be damaged
+            raise UserError(f"{name} is a zip archive of {', '.join(archive.namelist()[:2])}; unpack it")
         # Torch's reader is blind to case.
         names = {record.filename.lower() for record in records}
         roots = {record.filename.split("/")[0] for record in records}

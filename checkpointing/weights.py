@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torchvision.transforms._presets import ImageClassification
 
-from checkpointing.archive import load_checkpoint
+from checkpointing.archive import first_bytes, load_checkpoint
 from errors import StorageError, UserError, in_one_line, require_package
-from files import write_atomically
+from files import open_to_read, write_atomically
 
 # Keys of a checkpoint's weights and of their average: torchvision's and ours, others', that of PyTorch's tutorial.
 _RAW_KEYS, _AVERAGE_KEYS = ("model", "state_dict", "model_state_dict"), ("model_ema", "state_dict_ema")
@@ -69,7 +69,9 @@ def read_content(path: Path) -> dict:
         if path.suffix != ".safetensors":
             return load_checkpoint(path, str(path), takes_namespace=True)
         reader = require_package("safetensors.torch", str(path))
-        with in_one_line(f"{path} is damaged or no safetensors file"):
+        with open_to_read(path) as file:
+            what = first_bytes(file.read(24))
+        with in_one_line(f"{path} is damaged or no safetensors file; {what}"):
             return reader.load_file(path)
     except MemoryError as error:
         raise StorageError(f"{path} does not fit into the memory that is free now") from error

@@ -162,8 +162,9 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.test_only and not (args.weights or args.resume),
      "--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH"),
     (lambda args: args.ema
-     and not (args.weights and (args.weights.startswith("hf-hub:") or os.path.isfile(args.weights))),
-     "--ema loads the average of a file, and --weights names none; give --weights FILE, or remove --ema"),
+     and not (args.weights and (args.weights.startswith("hf-hub:") or os.path.isfile(args.weights)))
+     and (f"{args.weights} is not there or no file" if args.weights else "is not given"),
+     "--ema loads the average of a file, and --weights {found}; give --weights FILE, or remove --ema"),
     (lambda args: args.test_only and args.resume == "auto" and args.output_dir is None,
      "--test-only --resume auto needs --output-dir, the folder to look in"),
 ]  # fmt: skip

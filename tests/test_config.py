@@ -122,6 +122,8 @@ def test_other_spellings():
         (["--clip-agc", "0.1", "--clip-grad-value", "1"], "give only one of them"),
         (["-b--"], "argument -b/--batch-size: expected a value, not --"),
         (["--weights", f"runs/{'x' * 256}", "--ema"], "...: a name in it has more than 255 characters"),
+        (["--weights", "m.pth", "--ema"], "--weights m.pth is not there or no file; give --weights FILE"),
+        (["--ema"], "--weights is not given; give --weights FILE"),
         (["--output-dir", ""], "--output-dir is empty"),
     ],
 )

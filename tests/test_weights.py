@@ -1,10 +1,13 @@
 """Files of weights: as torchvision, pytorch/examples, timm, the hub and safetensors have them, and of other sizes."""
 
 import argparse
+import gzip
+import io
 import itertools
 import os
 import pickle
 import random
+import zipfile
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -13,7 +16,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 from timm.utils import CheckpointSaver, ModelEmaV3, natural_key
@@ -22,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision.models.vision_transformer import interpolate_embeddings
 
 import utils
+from checkpointing.archive import load_checkpoint, read_checkpoint
 from checkpointing.guard import find_disorder
 from checkpointing.weights import fetch_from_hub, load_weights
 from errors import UserError
@@ -168,6 +172,49 @@ def test_a_file_that_torch_never_wrote_is_refused_for_that_and_without_a_warning
         (tmp_path / "w.pth").write_bytes(content)
         with pytest.raises(UserError, match=reason):
             load_weights(tmp_path / "w.pth")
+
+
+def zipped(*names):
+    """Return the bytes of a zip archive of files that hold a state dict."""
+    stream, inner = io.BytesIO(), io.BytesIO()
+    torch.save({"weight": torch.ones(1)}, inner)
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name in names:
+            archive.writestr(name, inner.getvalue())
+    return stream.getvalue()
+
+
+OTHER_FILES = {
+    "a web page": b"\n<!DOCTYPE html><html>Too many requests. Try later.</html>",
+    "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    "a zip archive of m.pth; unpack it": zipped("m.pth"),
+    "a zip archive of config.json, model.weights.h5": zipped(
+        "config.json", "model.weights.h5", "metadata.json"
+    ),  # .keras
+    "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(100),
+    "ONNX": b"\x08\x07\x12\x07pytorch\x1a\x052.0.1" + bytes(100),
+    "safetensors; its name must end so": save({"weight": torch.ones(1)}),
+    "gzip; unpack it": gzip.compress(b"weights"),
+    "a pickle that torch.save did not write": pickle.dumps({"weight": [1.0]}),
+    "it begins with b'PAR1": b"PAR1" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_a_file_of_another_kind_is_called_by_its_first_bytes_at_every_door(kind, tmp_path):
+    path, ours = tmp_path / "w.pth", tmp_path / "w.safetensors"
+    for each in (path, ours):
+        each.write_bytes(OTHER_FILES[kind])
+    shown = "begins with b" if "zip archive" not in kind else "is a zip archive of"
+    for read in (lambda: load_weights(path), lambda: load_checkpoint(path, "x"), lambda: open_trained(str(path))):
+        with pytest.raises(UserError) as refusal:
+            read()
+        assert kind in str(refusal.value)
+        assert shown in str(refusal.value)
+    for read in (lambda: read_checkpoint(path, "x"), lambda: load_weights(ours)):
+        if not kind.startswith(("a zip", "safetensors")):
+            with pytest.raises(UserError, match=kind):
+                read()
 
 
 def test_an_order_is_doubtful_where_timms_is_another():
