@@ -229,15 +229,18 @@ def require_package(package: str, needed_by: str) -> ModuleType:
         raise UserError(f"{needed_by} needs {name}, which is not installed: pip install {name} ({error})") from error
 
 
+# The system answers alike where memory is short: for the stack of a thread.
+_NO_MORE = "no more processes or threads, or no memory for one; raise `ulimit -u` or `ulimit -v`, or use fewer --workers"
+
 # By words of an error's reason, which torch may have turned into text (a path is none): the reason and the remedy.
 _LIMITS = {
     "out of memory. Tried to allocate": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
     "DefaultCPUAllocator: can't allocate": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
     "could not create a primitive": "out of memory; raise `ulimit -v`, or use a smaller --batch-size",  # oneDNN's words
-    "can't start new thread": "no more threads; raise `ulimit -u` or `ulimit -v`, or use fewer --workers",
+    "can't start new thread": _NO_MORE,
     os.strerror(errno.EMFILE): "Too many open files; raise `ulimit -n`",
     os.strerror(errno.ENFILE): "the machine has reached its limit of open files",
-    os.strerror(errno.EAGAIN): "no more processes; raise `ulimit -u`, or use fewer --workers",
+    os.strerror(errno.EAGAIN): _NO_MORE,
     os.strerror(errno.ENOMEM): "out of memory; use fewer --workers, or raise `ulimit -v`",
 }
 

@@ -217,7 +217,7 @@ class Run(Steps):
     def finish(self) -> None:
         """Record and print how the run ended. Collective: every rank must call it."""
         watchdog.beat("recording the end")
-        collectives.call_on_master(self.status.finish, self.why_stopped_early())
+        collectives.call_on_master(self.status.finish, self.why_stopped_early() or self.monitor.lacking())
         if collectives.is_main_process():
             hours = None  # of all starts
             with suppress(OSError, StorageError, IndexError):

@@ -17,6 +17,9 @@ from settings.choices import CURVES
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
 
 
+# Pictures in the file that the folder has no more, from which on it is made anew.
+MOST_OLD = 8
+
 # Charts of training and all evaluations together.
 CHARTS = {CURVES[name].title: ["Multiline", [rf"^\w+/{name}$"]] for name in ("loss", "acc1", "acc5")}
 
@@ -109,6 +112,11 @@ class EventFile:
                 summary = Summary(value=[Summary.Value(tag=found["tag"], image=image)])
                 self._add(int(found["step"]), summary=summary)
                 self._shown.add(path.name)
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether the file should be made anew, without the pictures that others have replaced."""
+        return sum(not (self._folder / name).exists() for name in self._shown) >= MOST_OLD
 
     def close(self) -> None:
         """Add the last pictures, and close the file."""

@@ -17,7 +17,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 from errors import attempt
@@ -42,6 +42,7 @@ class Progress:
         path = folder / "loggers.jsonl"
         self._file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self.steps = {}  # {logger: {kind: step}}
+        self._pending, self._lock = b"", Lock()  # lines that could not be written; each logger has a thread
         for line in read_bytes(path).splitlines():
             with suppress(ValueError, TypeError):  # a power failure may damage it
                 name, kind, step = json.loads(line)
@@ -51,9 +52,11 @@ class Progress:
         self.id = self.steps["run"]["id"]
 
     def note(self, name: str, kind: str, step: Any) -> None:
-        """Keep that a logger has got a record."""
+        """Keep that a logger has got a record; what cannot be written now, as on a full disk, is with the next note."""
         self.steps.setdefault(name, {})[kind] = step
-        os.write(self._file, f"{json.dumps([name, kind, step])}\n".encode())
+        with self._lock:
+            self._pending += f"{json.dumps([name, kind, step])}\n".encode()
+            self._pending = self._pending[os.write(self._file, self._pending) :]
 
 
 class Feed:
@@ -107,6 +110,8 @@ class Feed:
 
     def _hand_over(self, records: list[dict]) -> None:
         """Hand over records, after all earlier ones if the logger is new; none that it has already."""
+        if getattr(self._logger, "is_outgrown", False):
+            self._logger = self._logger.close()
         if self._logger is None:
             self._logger, records = self._call(), [*self._records(), *records]
             self._steps = {} if self._progress is None else self._progress.steps.get(self._name, {})
@@ -116,7 +121,7 @@ class Feed:
                 self._logger.write(dict(record))
                 self._steps[kind] = step
                 if self._progress is not None:
-                    self._progress.note(self._name, kind, step)
+                    attempt("loggers.jsonl is not written", self._progress.note, self._name, kind, step)
 
 
 def start_loggers(loggers: Mapping[str, Callable], folder: Path, facts: dict, records: Callable) -> list[Feed]:
@@ -150,6 +155,8 @@ class Wandb:
     def __init__(self, folder: Path, facts: dict) -> None:
         import wandb
 
+        if (folder / "wandb").is_symlink():
+            raise OSError(f"{folder / 'wandb'} is a link, which may lead anywhere; remove it")
         name, project = os.environ.get("WANDB_NAME", folder.name), os.environ.get("WANDB_PROJECT", "touchstone")
         self._run = wandb.init(
             id=facts["id"], resume="allow", dir=folder, name=name, project=project, config=facts["args"],

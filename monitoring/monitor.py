@@ -36,22 +36,26 @@ class Monitor:
         """
         try:
             records = self._truncate() if self.run.is_resumed else self.records()
-            descriptor = open_regular(self.folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._open_file()
             self._feeds = start_loggers(self._loggers, self.folder, self.run.facts, self.records)
             sync_folder(self.folder)  # otherwise a power failure could leave a checkpoint without its records
         except OSError as error:
             raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
-        self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
         # Hours of training in all earlier starts of the run.
         self._hours = max((r["hours"] for r in records if isinstance(r.get("hours"), float)), default=0.0)
         self._opened_s = time.monotonic()
+
+    def _open_file(self) -> None:
+        descriptor = open_regular(self.folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
 
     def __enter__(self) -> "Monitor":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
         if self.folder is not None:
-            self._write_pending()
+            if lacking := self.lacking():
+                print(f"warning: {lacking}")
             for feed in self._feeds:
                 feed.close()
             self._file.close()
@@ -91,7 +95,15 @@ class Monitor:
             while self._pending:
                 self._pending = self._pending[self._file.write(self._pending) :]
 
-        attempt(f"metrics.jsonl in {self.folder} is not written", write)
+        if not attempt(f"metrics.jsonl in {self.folder} is not written", write):
+            with suppress(OSError):  # for the next try: a network disk may have lost the open file
+                self._open_file()
+
+    def lacking(self) -> str:
+        """Write what could not be written before; return which records are missing then, in words, or nothing."""
+        self._write_pending()
+        number = len(self._pending.splitlines())
+        return f"metrics.jsonl in {self.folder} lacks its last {counted(number, 'record')}" if number else ""
 
     def sync(self) -> int | None:
         """Hand all records to the system; called before a checkpoint is begun.

@@ -40,13 +40,16 @@ def find_runs(roots: list[Path]) -> list[Path]:
 def describe(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Return the state of a run, the ages of its heartbeat and progress in seconds, and its newest result."""
     status, now_s = read_json(folder / "status.json"), time.time()
-    number = {name: value for name, value in status.items() if isinstance(value, int | float)}
+    numbers = {name: value for name, value in status.items() if isinstance(value, int | float) and name != "pid"}
+    number = {name: value for name, value in numbers.items() if abs(value) < 1 << 62}  # no NaN, which JSON lacks
     ages = {f"{name}_age_s": now_s - number[name] for name in ("heartbeat", "progress") if name in number}
     state, reason = str(status.get("state", "unknown")), str(status.get("reason", ""))
     if state == "running" and ages.get("heartbeat_age_s", options.stale + 1) > options.stale:
         state, reason = "stale", process_of(status)
     elif state == "running" and ages.get("progress_age_s", 0) > options.stuck:
         state, reason = "stuck", f"no step or batch for {duration(ages['progress_age_s'])}"
+    for name in numbers.keys() - number.keys():
+        state, reason = "unknown", f"status.json has no usable number as {name}"
     fields = {name: number.get(name) for name in ("step", "steps", "images_per_s", "left_s")}
     return {"run": str(folder), "state": state, "reason": reason, **ages, **fields, "result": newest_result(folder)}
 

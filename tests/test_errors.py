@@ -35,7 +35,10 @@ def test_an_error_is_printed_once_and_names_the_rank_if_it_is_of_one(tmp_path, r
 def test_what_means_that_the_machine_gives_no_more_is_known_by_number_and_by_text():
     for error in [OSError(24, "Too many open files"), RuntimeError("[enforce fail] Too many open files (24)")]:
         assert str(errors.explain_limit(error)).startswith("Too many open files; raise `ulimit -n`")
-    assert "ulimit -u" in str(errors.explain_limit(RuntimeError("can't start new thread")))
+    # A thread's stack that finds no memory fails by these errors, too.
+    for error in [RuntimeError("can't start new thread"), RuntimeError("Resource temporarily unavailable"),
+                  BlockingIOError(11, "Resource temporarily unavailable")]:  # fmt: skip
+        assert "or no memory for one; raise `ulimit -u` or `ulimit -v`" in str(errors.explain_limit(error))
     assert str(errors.explain_limit(FileNotFoundError(2, "No such file"))).startswith("the current folder was removed")
     for error in [
         MemoryError(),

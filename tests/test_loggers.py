@@ -1,7 +1,11 @@
 """Loggers besides metrics.jsonl: real runs that are killed and resumed, and what their loggers hold then."""
 
+import errno
+import itertools
 import json
+import os
 import struct
+import sys
 import threading
 from importlib.util import find_spec
 
@@ -13,7 +17,8 @@ from monitoring.events import curves
 from monitoring.monitor import read_records
 from settings import config
 from tests.endings import MACHINE_FIELDS
-from tests.started import SMALL_ANYWHERE, run_train
+from tests.ranks import run_ranks, train_rank
+from tests.started import SMALL_ANYWHERE
 
 OWN = """
 import json, os
@@ -47,14 +52,15 @@ def leaves(folder, facts):
 """
 
 
-def train_in(folder, images, names, *argv, world_size=1, faults=()):
+def train_in(folder, images, names, *argv, world_size=1, faults=(), prepare=()):
     """Train four epochs of three steps, with a record of each step."""
-    return run_train(
-        folder, "--data-path", images, "--output-dir", folder / "run", *SMALL_ANYWHERE, "--batch-size", 4,
+    words = [
+        "--data-path", images, "--output-dir", folder / "run", *SMALL_ANYWHERE, "--batch-size", 4,
         "--epochs", 4, "--global-batch-size", 8, "--print-freq", 1, "--checkpoint-steps", 4,
         "--use-deterministic-algorithms", "--resume", "auto", *(["--logger", *names] if names else []), *argv,
-        world_size=world_size, faults=faults,
-    )  # fmt: skip
+    ]  # fmt: skip
+    arguments = [str(word) for word in words]
+    return run_ranks(train_rank, world_size, arguments, list(faults), prepare, log_folder=folder)
 
 
 def exact(records):
@@ -100,6 +106,45 @@ def test_an_own_logger_gets_each_record_once_over_kills_and_the_failures_of_othe
     train_in(tmp_path, image_folder, names, "--resume", "", "--overwrite", "--epochs", 1, "--lr", 0.2).check()
     *_, (new, *_) = (line for line in lines_of(tmp_path / "run" / "lines.jsonl") if isinstance(line, list))
     assert new != starts[0][0]  # another run
+
+
+def fill_the_disk(numbers):
+    """Have the n-th writes to loggers.jsonl find the disk full."""
+    write, calls = os.write, itertools.count(1)
+
+    def full(descriptor, content):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("loggers.jsonl") and next(calls) in numbers:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, content)
+
+    os.write = full
+
+
+def test_a_disk_that_is_full_for_a_moment_turns_no_logger_off_and_repeats_no_record(image_folder, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    names, full = [f"{tmp_path / 'own.py'}:Lines"], (fill_the_disk, [3, 4])  # the first line is the run's id
+    first = train_in(tmp_path, image_folder, names, "--stop-epoch", 2, prepare=full).check()
+    assert "warning: loggers.jsonl is not written: No space left on device; training continues" in first.output
+    path, records = tmp_path / "run" / "lines.jsonl", read_records(tmp_path / "run")
+    assert len(records) > 6
+    assert exact(line for line in lines_of(path) if isinstance(line, dict)) == exact(records)  # it was not off
+    train_in(tmp_path, image_folder, names).check()
+    assert exact(line for line in lines_of(path) if isinstance(line, dict)) == exact(read_records(tmp_path / "run"))
+
+
+def test_no_link_of_wandbs_name_in_the_folder_is_followed(image_folder, tmp_path, monkeypatch):
+    for name in ("elsewhere", "run", "lib", "lib/wandb"):
+        (tmp_path / name).mkdir()
+    # Stands for W&B, which makes a folder in that of its name.
+    module = "class Settings:\n    def __init__(self, **_):\n        pass\n"
+    module += "def init(dir, **_):\n    (dir / 'wandb' / 'offline-run').mkdir()\n"
+    (tmp_path / "lib" / "wandb" / "__init__.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "run" / "wandb").symlink_to(tmp_path / "elsewhere")
+    outcome = train_in(tmp_path, image_folder, ["wandb"], "--epochs", 1).check()
+    assert f"the next start: {tmp_path / 'run' / 'wandb'} is a link, which may lead anywhere" in outcome.output
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def rows_of_wandb(path):

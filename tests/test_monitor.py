@@ -1,5 +1,9 @@
 """Records of equal windows of steps, and all that is made of them, read back by its own readers."""
 
+import errno
+import io
+import json
+import os
 import re
 import statistics
 import time
@@ -9,11 +13,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from monitoring import gauges
+from monitoring import gauges, monitor
 from monitoring.events import NOT_DRAWN
 from monitoring.monitor import read_records
 from scripts.report import write_report
 from tests.endings import MACHINE_FIELDS
+from tests.ranks import run_ranks, train_rank
 from tests.started import SMALL_ANYWHERE, run_train
 
 # 29 images in steps of 8: 3 steps an epoch, 12 in all; windows of 5 steps reach over the ends of epochs.
@@ -72,6 +77,41 @@ def test_records_are_of_equal_windows_and_the_same_over_kills_and_other_numbers_
     (text,) = points.Tensors("options/text_summary")[0].tensor_proto.string_val
     assert {"| lr | 0.05 |", "| layer-decay | 0.5 |"} < set(text.decode().splitlines())
     assert len(list((tmp_path / "run").glob("events.*"))) == 1
+
+
+def lose_the_file(is_for_ever):
+    """Have each write but the first to metrics.jsonl fail, as on a network disk: to one opening of it, or for ever."""
+    calls = []
+
+    class Stale(io.FileIO):
+        def write(self, content):
+            seen = calls if is_for_ever else vars(self).setdefault("calls", [])
+            seen.append(1)
+            if len(seen) > 1:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return super().write(content)
+
+    monitor.open = lambda descriptor, mode, buffering: Stale(descriptor, mode.replace("b", ""))
+
+
+@pytest.mark.parametrize("is_for_ever", [False, True])
+def test_a_metrics_file_that_is_lost_is_opened_anew_or_the_end_says_what_is_missing(
+    is_for_ever, finished, image_folder, tmp_path
+):
+    argv = ["--data-path", image_folder, "--output-dir", tmp_path / "run", *SMALL_ANYWHERE, *ARGV]
+    words = [str(word) for word in argv]
+    outcome = run_ranks(train_rank, 1, words, (), (lose_the_file, is_for_ever), log_folder=tmp_path).check()
+    records, expected = read_records(tmp_path / "run"), read_records(finished.out)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert "metrics.jsonl in " in outcome.output.partition("is not written: Stale file handle; ")[0]
+    assert status["state"] == "finished"
+    if is_for_ever:
+        assert exact(records) == exact(expected[:1])
+        assert f"metrics.jsonl in {tmp_path / 'run'} lacks its last {len(expected) - 1} records" == status["reason"]
+        assert outcome.output.count(f"warning: {status['reason']}\n") == 1
+    else:
+        assert exact(records) == exact(expected)
+        assert status["reason"] == ""
 
 
 @pytest.fixture(scope="module")

@@ -166,3 +166,15 @@ def test_tensorboard_shows_the_pictures_beside_the_curves(image_folder, tmp_path
     assert newest.encoded_image_string == (out / "picture-mistakes-00000009.png").read_bytes()
     with Image.open(io.BytesIO(newest.encoded_image_string)) as image:
         assert image.size == (newest.width, newest.height)
+
+
+def test_tensorboards_file_holds_few_pictures_however_many_evaluations_there_are(image_folder, tmp_path):
+    out = tmp_path / "out"
+    argv = ["--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", 8, "--lr", 0]
+    run_train(tmp_path, *argv, "--epochs", 30).check()
+    found = EventAccumulator(str(out), size_guidance={"images": 0, "scalars": 0})
+    found.Reload()
+    assert [event.step for event in found.Scalars("val/loss")] == list(range(3, 93, 3))
+    steps = [event.step for event in found.Images("mistakes")]
+    assert (steps[-1], len(steps) <= 12) == (90, True), steps
+    assert len(list(out.glob("events.*"))) == 1

@@ -101,6 +101,19 @@ def test_a_run_that_is_preempted_or_out_of_memory_says_so(running, tmp_path):
     assert "\x1b" not in output
 
 
+def test_a_status_file_with_a_number_that_is_none_spoils_no_other_run(tmp_path):
+    for name, number in {"a": "3", "b": "NaN", "c": "-Infinity", "d": "1e999", "e": "9" * 400}.items():
+        path = tmp_path / "runs" / name / "status.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(f'{{"state": "finished", "step": 3, "heartbeat": {number}}}')
+    _, output = run_tool(tmp_path, "status", tmp_path / "runs", "--json", code=1)
+    found = json.loads(output, parse_constant=pytest.fail)  # which JSON does not have
+    assert [each["state"] for each in found] == ["finished", *["unknown"] * 4]
+    assert {each["reason"] for each in found[1:]} == {"status.json has no usable number as heartbeat"}
+    _, output = run_tool(tmp_path, "status", tmp_path / "runs", code=1)
+    assert output.count("no usable number") == 4
+
+
 def test_a_refused_start_says_so_where_no_run_is(image_folder, tmp_path):
     argv = ["--data-path", image_folder, *SMALL_PLAIN, "--batch-size", 8, "--epochs", 1]
     out = ["--output-dir", tmp_path / "runs" / "b"]
