@@ -230,17 +230,17 @@ def require_package(package: str, needed_by: str) -> ModuleType:
 
 
 # The system answers alike where memory is short: for the stack of a thread.
-_NO_MORE = "no more processes or threads, or no memory for one; raise `ulimit -u` or `ulimit -v`, or use fewer --workers"
+_FULL = "no more processes or threads, or no memory for one; raise `ulimit -u` or `ulimit -v`, or use fewer --workers"
 
 # By words of an error's reason, which torch may have turned into text (a path is none): the reason and the remedy.
 _LIMITS = {
     "out of memory. Tried to allocate": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
     "DefaultCPUAllocator: can't allocate": "out of memory; use a smaller --batch-size, or --grad-checkpointing",
     "could not create a primitive": "out of memory; raise `ulimit -v`, or use a smaller --batch-size",  # oneDNN's words
-    "can't start new thread": _NO_MORE,
+    "can't start new thread": _FULL,
     os.strerror(errno.EMFILE): "Too many open files; raise `ulimit -n`",
     os.strerror(errno.ENFILE): "the machine has reached its limit of open files",
-    os.strerror(errno.EAGAIN): _NO_MORE,
+    os.strerror(errno.EAGAIN): _FULL,
     os.strerror(errno.ENOMEM): "out of memory; use fewer --workers, or raise `ulimit -v`",
 }
 

@@ -16,11 +16,9 @@ from errors import StorageError, UserError
 from files import memory_bytes, open_to_read, read_at, retry_read
 
 # Beginnings of files that are often taken for weights, and what they are.
-_BEGINNINGS = {
-    rb"\s*<": "a web page", rb"version https://git-lfs": "a Git LFS pointer; git lfs pull fetches the file",
-    rb".{8}\{": "safetensors; its name must end so", rb"\x89HDF": "HDF5, as Keras writes it", rb"\x08.\x12": "ONNX",
-    rb"\x1f\x8b": "gzip; unpack it", rb"\x80[\3-\5]": "a pickle that torch.save did not write",
-}  # fmt: skip
+_BEGINNINGS = {rb"\s*<": "a web page", rb"version https://git-lfs": "a Git LFS pointer; fetch the file by git lfs pull",
+               rb".{8}\{": "safetensors; name it so", rb"\x89HDF": "HDF5", rb"\x08.\x12": "ONNX",
+               rb"\x1f\x8b": "gzip; unpack it", rb"\x80[\3-\5]": "a pickle not of torch.save"}  # fmt: skip
 
 
 class Found(NamedTuple):

@@ -76,7 +76,7 @@ def _check_names(root: Path, folders: Sequence[str]) -> None:
              for name in folders if name.lower() in known}  # fmt: skip
     words = f"--data-path {root.parent} has no {root.name}/"
     if root.name in moves:
-        command = " && ".join([f"cd {shlex.quote(str(root.parent))}", *moves.values()])
+        command = f"cd {shlex.quote(str(root.parent))} && {' && '.join(moves.values())}"
         raise UserError(f"{words}; rename what is there: {command}")
     for name in list_folder(root.parent):
         if name.lower().endswith(ARCHIVES) and (name.startswith(root.name) or not folders):

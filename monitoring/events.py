@@ -17,9 +17,6 @@ from settings.choices import CURVES
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
 
 
-# Pictures in the file that the folder has no more, from which on it is made anew.
-MOST_OLD = 8
-
 # Charts of training and all evaluations together.
 CHARTS = {CURVES[name].title: ["Multiline", [rf"^\w+/{name}$"]] for name in ("loss", "acc1", "acc5")}
 
@@ -115,8 +112,8 @@ class EventFile:
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether the file should be made anew, without the pictures that others have replaced."""
-        return sum(not (self._folder / name).exists() for name in self._shown) >= MOST_OLD
+        """Whether the file holds eight pictures that others have replaced, and should be made anew without them."""
+        return sum(not (self._folder / name).exists() for name in self._shown) >= 8
 
     def close(self) -> None:
         """Add the last pictures, and close the file."""

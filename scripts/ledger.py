@@ -169,7 +169,7 @@ def run_again(folder: Path, record: dict, steps: int, replaced: dict[str, str | 
         environ: further variables of the environment.
 
     Raises:
-        UserError: the command failed; the message ends with its last line.
+        UserError: the command failed; the message ends with its first error, or else its last line.
     """
     processes, threads = record["environment"]["world_size"], record["environment"]["threads"]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
@@ -190,7 +190,9 @@ def run_again(folder: Path, record: dict, steps: int, replaced: dict[str, str | 
                 process.terminate()
         if code:
             log.seek(0)
-            raise UserError((log.read().decode(errors="replace").splitlines() or ["no output"])[-1])
+            text = log.read().decode(errors="replace")
+            first = re.findall(r"^(?:train\.py: error|\w+(?:Error|Exception)\b).*", text, re.M)[:1]  # torchrun's follow
+            raise UserError((first or text.splitlines() or ["no output"])[-1])
         here = LoggedRun(out)
         return Again(read_json(out / "run.json"), here, here.read("log.txt"))
 

@@ -70,10 +70,8 @@ def positive(text: str) -> int:
 
 def as_path(text: str) -> Path:
     """Return a path; refuse an empty one, which would mean the current folder, and an address; an argparse type."""
-    if not text:
-        raise argparse.ArgumentTypeError("expected a path, and it is empty; . is the current folder")
-    if text.partition("/")[0].endswith(":"):  # whose password is not repeated
-        raise argparse.ArgumentTypeError(NO_ADDRESS)
+    if not text or text.partition("/")[0].endswith(":"):  # whose password is not repeated
+        raise argparse.ArgumentTypeError(NO_ADDRESS if text else "expected a path, and it is empty; . is this folder")
     return Path(text)
 
 

@@ -46,7 +46,7 @@ RECIPE_FACTS = {
     "reference-global-batch", "hardware", "hours", "reproduced", "notes",
 }  # fmt: skip
 
-# Remarks on options that are used as given, but seldom meant so: a condition, and a line as in `CONTRADICTIONS`.
+# Remarks on options that are used as given, but seldom meant so: as `CONTRADICTIONS`.
 REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.weights and args.resume and args.test_only,
      "--weights has no effect: the checkpoint of --resume is evaluated"),
@@ -64,8 +64,14 @@ REMARKS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
     (lambda args: args.momentum != BY_NAME["momentum"].default
      and args.opt in OPTIMIZERS and "momentum" not in OPTIMIZERS[args.opt].options,
      "--momentum has no effect with --opt {opt}"),
-    (lambda args: (args.stop_epoch or 0) >= args.epochs,
-     "--stop-epoch {stop_epoch} has no effect with --epochs {epochs}"),
+    (lambda args: next((f"{BY_NAME[name].flag} {getattr(args, name)}" for name in (
+        "stop_epoch", "mixup_off_epoch", "patience") if (getattr(args, name) or 0) >= args.epochs), None),
+     "{found} has no effect with --epochs {epochs}"),
+    (lambda args: args.freeze_epochs >= args.epochs,
+     "--freeze-epochs {freeze_epochs} of --epochs {epochs}: the layers below the classifier never train"),
+    (lambda args: args.mixup_switch_prob != BY_NAME["mixup_switch_prob"].default
+     and bool(args.mixup_alpha) != bool(args.cutmix_alpha),
+     "--mixup-switch-prob has no effect unless --mixup-alpha and --cutmix-alpha are both on"),
 ]  # fmt: skip
 
 
@@ -167,6 +173,9 @@ CONTRADICTIONS: list[tuple[Callable[[argparse.Namespace], Any], str]] = [
      "--ema loads the average of a file, and --weights {found}; give --weights FILE, or remove --ema"),
     (lambda args: args.test_only and args.resume == "auto" and args.output_dir is None,
      "--test-only --resume auto needs --output-dir, the folder to look in"),
+    (lambda args: next((f"--{name} {each}" for name in ("extensions", "metrics") for each in getattr(args, name) or ()
+                        if getattr(args, name).count(each) > 1), ""),
+     "{found} is given twice; give it once"),
 ]  # fmt: skip
 
 
@@ -370,10 +379,9 @@ def _check_data_path(path: str) -> None:
         makers = {
             "data/digits": f"; create it with {sys.executable} -m scripts.make_digits {path}",
             "data/imagenette2-320": "; docs/imagenette.md says how to download it",
+            **dict.fromkeys(ARCHIVES, "; unpack it first"),
         }
         hint = next((maker for end, maker in makers.items() if path.endswith(end)), "")
-        if path.lower().endswith(ARCHIVES):
-            hint = "; unpack it first"
         raise UserError(f"--data-path {path} is not a folder; give the folder with train/ and val/{hint}")
 
 
@@ -537,7 +545,7 @@ def remarks(args: Parsed) -> list[str]:
         for name, option in BY_NAME.items()
         if getattr(args, name) != option.default and (why := option.why_idle(args))
     ]
-    return lines + [text.format(**vars(args)) for condition, text in REMARKS if condition(args)]
+    return lines + [text.format(**vars(args), found=found) for condition, text in REMARKS if (found := condition(args))]
 
 
 def as_trained(args: Options, trained: dict) -> tuple[Options, list[str]]:
@@ -622,9 +630,8 @@ def _validate_text(option: Option, text: str) -> None:
         raise UserError(f"{option.flag} is empty; give a value, or remove it")
     if max(map(len, re.split("[/,]", text))) > 255:
         raise UserError(f"{option.flag} {text[:20]}...: a name in it has more than 255 characters")
-    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
-    if scheme and option.dest not in options.TAKES_ADDRESS:
-        raise UserError(f"{option.flag} {scheme[0]}...: {options.NO_ADDRESS}")  # the rest may hold a password
+    if "://" in text and option.dest not in options.TAKES_ADDRESS:  # of which the rest may hold a password
+        raise UserError(f"{option.flag} {text.partition('//')[0]}//...: {options.NO_ADDRESS}")
 
 
 def _validate_names(args: Parsed) -> None:

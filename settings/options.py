@@ -43,8 +43,7 @@ PREPROCESSING = (*NEEDED, *WITH_DEFAULT)
 
 # Options that may begin with an address, such as s3://bucket, and what is said of all others.
 TAKES_ADDRESS = ("data_path", "eval_data", "dist_url", "model_kwargs", "multi_label")
-NO_ADDRESS = ("expected a local path, not an address; download the file, or mount the bucket; a local folder is copied "
-              "into one by aws s3 sync")  # fmt: skip
+NO_ADDRESS = "expected a local path, not an address; mount the bucket, or copy by aws s3 sync to or from a local path"
 
 
 def _which_take(option: str, chooser: str = "lr_scheduler") -> str:
@@ -139,7 +138,8 @@ class Option:
             group.add_argument(self.flag, action=argparse.BooleanOptionalAction, **settings)
             return
         given = {"choices": self.choices, "nargs": self.nargs, "const": self.const, "metavar": self.metavar}
-        given["action"] = "extend" if self.type is str and self.nargs in ("*", "+") else None
+        is_more = self.default is None and self.type not in (int, float)  # what is given again is added
+        given["action"] = "extend" if is_more and self.nargs in ("*", "+") else None
         given = {name: value for name, value in given.items() if value is not None}
         group.add_argument(*self.aliases, self.flag, dest=self.dest, type=self.type, **settings, **given)
 
@@ -258,7 +258,7 @@ OPTIONS = {
                help="data loading processes per training process (default: its share of the cores, up to 16)"),
         Option("--cache-dataset", default=False, resume=FREE,
                help="no effect, accepted for torchvision's commands: the index is always cached"),
-        Option("--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True,
+        Option("--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True, not_with="synthetic",
                help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
                     "torchvision's tensor resize (default: a fast decoder, usually within one grey level of pil)"),
         Option("--extensions", metavar=".EXT", type=str.lower, nargs="+", not_with="synthetic",
@@ -292,9 +292,9 @@ OPTIONS = {
         Option("--val-crop-size", metavar="PX", default=224, at_least=1, at_most=16384, is_of_checkpoint=True,
                help="side of the centre crop in evaluation, in pixels"),
         Option("--crop-mode", default="center", choices=["center", "squash", "border"], is_of_checkpoint=True,
-               help="evaluation: center crops, and hides the ends of long images; squash resizes both sides to "
-                    "--val-resize-size; border the longer one, and fills the rest with the mean colour; all then cut "
-                    "the centre (timm's crop modes; timm models have their own by default)"),
+               not_with="synthetic", help="evaluation: center crops, and hides the ends of long images; squash resizes "
+                    "both sides to --val-resize-size; border the longer one, and fills the rest with the mean colour; "
+                    "all then cut the centre (timm's crop modes; timm models have their own by default)"),
         Option("--train-crop-mode", default="random", choices=["random", "whole"], not_with="synthetic",
                needs="augment",
                help="whole: training shows the whole image, squashed or with the border of --crop-mode border"),
@@ -394,7 +394,7 @@ OPTIONS = {
                help="probability of every dropout layer (default: the model's)"),
         Option("--eval-flip", default=False, is_of_checkpoint=True,
                help="evaluate each image and its mirror image, and average the two outputs"),
-        Option("--sync-bn", default=False,
+        Option("--sync-bn", default=False, not_with="freeze",
                help="synchronise BatchNorm over all processes; needs --global-batch-size / --batch-size processes"),
         Option("--model-ema", default=False, help="keep and evaluate an exponential moving average of the weights"),
         Option("--model-ema-steps", default=32, at_least=1, needs="model_ema",
@@ -438,10 +438,11 @@ OPTIONS = {
         Option("--weight-decay", aliases=["--wd"], metavar="W", default=0.0001, at_least=0, at_most=1e6,
                help="weight decay of all parameters that the options below leave"),
         Option("--norm-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
-               help="weight decay of normalisation layers (default: --weight-decay)"),
+               not_with="freeze", help="weight decay of normalisation layers (default: --weight-decay)"),
         Option("--bias-weight-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
                help="weight decay of biases (default: --weight-decay)"),
         Option("--transformer-embedding-decay", metavar="W", type=float, at_least=0, at_most=1e6, needs="decay_1d",
+               not_with="freeze",
                help="weight decay of the class and position embeddings named in torchvision's script, which exclude "
                     "a ViT's pos_embedding (default: --weight-decay)"),
         Option("--decay-1d", default=True,

@@ -5,6 +5,7 @@ import contextlib
 import getpass
 import os
 import pwd
+import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -139,6 +140,18 @@ def test_a_run_cannot_write_into_its_own_images(tmp_path, monkeypatch):
     assert "inside val/" in refusal("--data-path", "..")
     config.parse_args(["--data-path", "..", "--test-only", "--weights", "DEFAULT"])
     config.parse_args(["--data-path", "..", "--output-dir", str(tmp_path / "trained")])
+
+
+def test_no_list_of_names_holds_one_twice():
+    values = {"metrics": "f1", "extensions": ".avif", "logger": "tensorboard", "eval_data": "a=b"}
+    values["model_kwargs"] = "width=8"
+    lists = {option.dest for option in BY_NAME.values() if option.nargs in ("*", "+")}
+    assert values.keys() == lists - {"mean", "std", "lr_milestones"}  # of numbers, which may be equal
+    for dest, value in values.items():
+        message = refusal(*DATA, f"{BY_NAME[dest].flag}", value, value)
+        assert BY_NAME[dest].flag in message
+        assert re.search("twice|two loggers|a different NAME", message)
+    assert parse("--extensions", ".AVIF", "--extensions", ".heic").extensions == [".avif", ".heic"]
 
 
 def test_an_address_is_refused_wherever_a_local_path_is_needed_without_its_secrets(tmp_path, monkeypatch):
@@ -361,6 +374,13 @@ def lines_about(*argv):
         (["--freeze-below", "layer2"], ["--freeze"]),
         (["--freeze-below", "layer2", "--freeze", "--weights", "DEFAULT"], ["--freeze-below"]),
         (["--epochs", "9", "--stop-epoch", "9"], ["--stop-epoch"]),
+        (["--epochs", "9", "--patience", "9"], ["--patience"]),
+        (["--epochs", "9", "--mixup-alpha", "1", "--mixup-off-epoch", "9"], ["--mixup-off-epoch"]),
+        (["--epochs", "9", "--mixup-alpha", "1", "--mixup-switch-prob", "1"], ["--mixup-switch-prob"]),
+        (["--epochs", "9", "--weights", "DEFAULT", "--freeze-epochs", "9"], ["--freeze-epochs"]),
+        (["--epochs", "9", "--weights", "DEFAULT", "--freeze-epochs", "8", "--patience", "8"], []),
+        (["--weights", "DEFAULT", "--freeze", "--freeze-epochs", "1", "--norm-weight-decay", "0"],
+         ["--freeze-epochs", "--norm-weight-decay"]),
         (["--freeze", "--weights", "DEFAULT", "--layer-decay", "0.5", "--clip-agc", "1", "--stochastic-depth", "0.5"],
          ["--stochastic-depth", "--layer-decay", "--clip-agc"]),
         (["--opt", "adamw", "--momentum", "0.1"], ["--momentum"]),

@@ -319,3 +319,14 @@ def test_the_repository_is_small_and_holds_neither_photographs_nor_weights():
         b"\xff\xd8\xff\xe1",
         b"\x1f\x8b\x08\x00",
     }  # torch.save, JPEG, gzip
+
+
+@pytest.mark.dist
+def test_a_record_of_several_processes_that_cannot_run_again_is_answered_with_the_cause(made, tmp_path, capsys):
+    record = tmp_path / "made-seed5"
+    shutil.copytree(made, record)
+    edit(record, "record.json", '"world_size": 1', '"world_size": 2')
+    assert ledger.verify(record, 2, {"data-path": tmp_path / "nowhere"}) == 2
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    cause = f"train.py: error: --data-path {tmp_path / 'nowhere'} is not a folder"
+    assert line.startswith(f"{record}: cannot be compared here: {cause}")

@@ -107,6 +107,20 @@ def test_the_means_of_a_line_are_of_all_images_so_far(capsys):
         assert re.search(r"balanced_acc: \S+ \({:.4f}\)  never_right: \S+ \({:.4f}\)".format(*means), line)
 
 
+def test_of_equal_scores_acc1_is_torchs_topk_and_all_else_takes_the_first_class():
+    output = torch.randint(0, 3, (400, 30), generator=torch.Generator().manual_seed(0)).float()  # many ties
+    target = torch.arange(400) % 30
+    first = torch.tensor([row.index(max(row)) for row in output.tolist()])
+    acc1, f1 = metrics.Accuracy((1, 5)), metrics.F1(30)
+    sums = [float(each) for each in acc1.batch_sums(output, target, None)]
+    assert sums[0] == int((output.topk(5).indices[:, 0] == target).sum())
+    sums = torch.cat(f1.batch_sums(output, target, None)).tolist()
+    assert f1.compute(sums, 400)["f1_micro"] == pytest.approx(100 * float((first == target).float().mean()))
+    place = metrics.rank_classes(output, target, 1)
+    assert torch.equal(place[:, 2].long(), first)
+    assert torch.equal(output.softmax(dim=1).max(dim=1).indices, first)  # as for pictures
+
+
 def test_a_plain_loader_tells_no_numbers():
     class Noted(EvenImages):
         def batch_sums(self, output, target, index):

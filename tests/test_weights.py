@@ -193,9 +193,9 @@ OTHER_FILES = {
     ),  # .keras
     "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(100),
     "ONNX": b"\x08\x07\x12\x07pytorch\x1a\x052.0.1" + bytes(100),
-    "safetensors; its name must end so": save({"weight": torch.ones(1)}),
+    "safetensors; name it so": save({"weight": torch.ones(1)}),
     "gzip; unpack it": gzip.compress(b"weights"),
-    "a pickle that torch.save did not write": pickle.dumps({"weight": [1.0]}),
+    "a pickle not of torch.save": pickle.dumps({"weight": [1.0]}),
     "it begins with b'PAR1": b"PAR1" + bytes(100),
 }
 
