@@ -65,9 +65,8 @@ def expand_home(dest: str, value: Any) -> Any:
     """
     if isinstance(value, list):
         return [expand_home(dest, each) for each in value]
-    if not isinstance(value, str) or dest == "multi_label" or os.path.lexists(value):  # ~ may separate labels
-        return value
-    begin = re.match(r"(?:\w[\w.-]*=)?(?=~[\w.-]*(?:/|$))", value)
+    is_path = isinstance(value, str) and "~" in value and dest != "multi_label"  # where it separates labels
+    begin = re.match(r"(?:\w[\w.-]*=)?(?=~[\w.-]*(?:/|$))", value) if is_path and not os.path.lexists(value) else None
     return value if begin is None else begin[0] + os.path.expanduser(value[begin.end() :])
 
 

@@ -2,9 +2,6 @@
 
 import argparse
 import contextlib
-import getpass
-import os
-import pwd
 import re
 import shlex
 import tomllib
@@ -180,9 +177,8 @@ def test_a_home_folder_is_expanded_wherever_a_path_is_given(tmp_path, monkeypatc
     parser.add_argument("--json", type=tool.output_file(".json"))
     parser.add_argument("path", nargs="*", type=tool.as_place)
     (tmp_path / "home").mkdir()
-    found = parser.parse_args(["--json=~/a.json", "~/b", f"~{getpass.getuser()}/c", "d"])
-    assert found.json == tmp_path / "home" / "a.json"
-    assert found.path == [tmp_path / "home" / "b", Path(pwd.getpwuid(os.getuid()).pw_dir) / "c", Path("d")]
+    found = parser.parse_args(["--json=~/a.json", "~/b", "d~/c"])
+    assert (found.json, found.path) == (Path(home, "a.json"), [Path(home, "b"), Path("d~/c")])
     # A run of before this was so is in a folder of that name, and goes on there.
     (tmp_path / "~" / "x").mkdir(parents=True)
     assert parse("--output-dir=~/x", "--resume", "auto").output_dir == "~/x"

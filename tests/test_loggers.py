@@ -125,19 +125,17 @@ def test_a_disk_that_is_full_for_a_moment_turns_no_logger_off_and_repeats_no_rec
     names, full = [f"{tmp_path / 'own.py'}:Lines"], (fill_the_disk, [3, 4])  # the first line is the run's id
     first = train_in(tmp_path, image_folder, names, "--stop-epoch", 2, prepare=full).check()
     assert "warning: loggers.jsonl is not written: No space left on device; training continues" in first.output
-    path, records = tmp_path / "run" / "lines.jsonl", read_records(tmp_path / "run")
-    assert len(records) > 6
-    assert exact(line for line in lines_of(path) if isinstance(line, dict)) == exact(records)  # it was not off
-    train_in(tmp_path, image_folder, names).check()
-    assert exact(line for line in lines_of(path) if isinstance(line, dict)) == exact(read_records(tmp_path / "run"))
+    for _ in range(2):  # it was not off, and gets the rest at the next start
+        lines = lines_of(tmp_path / "run" / "lines.jsonl")
+        assert exact(line for line in lines if isinstance(line, dict)) == exact(read_records(tmp_path / "run"))
+        train_in(tmp_path, image_folder, names).check()
 
 
 def test_no_link_of_wandbs_name_in_the_folder_is_followed(image_folder, tmp_path, monkeypatch):
     for name in ("elsewhere", "run", "lib", "lib/wandb"):
         (tmp_path / name).mkdir()
     # Stands for W&B, which makes a folder in that of its name.
-    module = "class Settings:\n    def __init__(self, **_):\n        pass\n"
-    module += "def init(dir, **_):\n    (dir / 'wandb' / 'offline-run').mkdir()\n"
+    module = "Settings = dict\ndef init(dir, **_):\n    (dir / 'wandb' / 'offline-run').mkdir()\n"
     (tmp_path / "lib" / "wandb" / "__init__.py").write_text(module)
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
