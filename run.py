@@ -140,8 +140,6 @@ class Run(Steps):
             "trained_weights": self.trained,
         }  # fmt: skip
         facts = run_facts(args, *datasets)
-        if len(decoders := {*collectives.gather_plain(facts["environment"]["decoder"])}) > 1:
-            raise UserError(f"processes decode images by {' and '.join(sorted(decoders))}; install the same everywhere")
         facts["hashes"] = find_hashes(args, facts["data"], self.model, resumed)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)

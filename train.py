@@ -16,6 +16,7 @@ import torch
 
 import data
 import utils
+from checkpointing.agreement import check_images, check_processes, check_weights
 from checkpointing.guard import check_data, check_options, describe_data, find_hashes
 from checkpointing.published import choose_preprocessing, choose_published_options, preprocessing_line, start_weights
 from checkpointing.status import note_refusal
@@ -192,7 +193,7 @@ def join(args, notes):
         images are prepared.
 
     Raises:
-        UserError: the processes or the data are not there.
+        UserError: the processes or the data are not there, or a process differs.
     """
     decisions = StepDecisions(start_signal_handling(is_training=not args.test_only))
     build.set_up_threads(args)
@@ -202,10 +203,10 @@ def join(args, notes):
     for line in notes:
         print(line)
     build.check_model(args)
-    # Loader processes are forked: before there are other threads, such as those of the process group.
-    # It also hides the wait for the first batches behind that for the others.
+    # Loader processes are forked before there are threads, as those of the process group, and read while all join.
     loading = None if args.test_only and args.resume else data.start_loading(args)
     collectives.join_processes(args)
+    check_processes(args)
     if not args.test_only:
         follow_agent()
     return build.set_up_device(args), decisions, loading
@@ -251,13 +252,11 @@ def main(args):
     manager = CheckpointManager.of_options(args)
     args, state = find_checkpoint(args, manager)
 
-    # The model, the loss and what is measured. The weights to start from are
-    # 1. those of the checkpoint that --resume names or finds: `Run` restores all of its state;
-    # 2. those of --weights, a file or published ones, with a new head for other classes;
-    # 3. random ones.
+    # The model, the loss and what is measured. The first weights are those of the checkpoint, which `Run` restores with
+    # all of its state; or those of --weights, a file or published ones, with a new head for other classes; or random.
     if loading is None or not loading.serves(args):
         loading = data.start_loading(args)
-    datasets = loading.datasets
+    datasets = check_images(loading.datasets)
     check_data(state, args, *datasets)
     sampler = data.build_train_sampler(datasets[0], args)
     data_loader, loaders = data.build_device_loaders(args, loading, sampler, device)
@@ -265,6 +264,7 @@ def main(args):
     model_without_ddp = build.move_to_device(build.build_model(args, loading.num_classes, weights), args, device)
     model_ema = build_ema(args, model_without_ddp)
     criterion = build_loss(args, model_without_ddp, *datasets[:2])
+    check_weights(model_without_ddp, criterion)
     metrics = build_metrics(args, loading.num_classes)
     if args.test_only:
         model_ema = load_evaluated(args, model_without_ddp, state)

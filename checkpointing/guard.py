@@ -16,7 +16,6 @@ import torch
 import torchvision
 from PIL import features
 
-from distributed import collectives
 from errors import UserError, one_line
 from settings import __version__
 from settings.choices import SCHEDULES, TABLES
@@ -30,11 +29,12 @@ _DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_glob
 def describe_data(train: Any | None, val: Any) -> dict:
     """Return the facts by which a checkpoint identifies the training and the validation set."""
     classes = list(val.classes)
-    facts = {} if train is None else _describe_set(train)
-    return {**facts, "num_classes": len(classes), "classes": classes, "val": _describe_set(val)}
+    facts = {} if train is None else describe_set(train)
+    return {**facts, "num_classes": len(classes), "classes": classes, "val": describe_set(val)}
 
 
-def _describe_set(dataset: Any) -> dict:
+def describe_set(dataset: Any) -> dict:
+    """Return the facts by which one set of images is known."""
     return {"num_images": len(dataset), "fingerprint": dataset.index.fingerprint(), **dataset.index.identity()}
 
 
@@ -94,7 +94,7 @@ def run_facts(args: Any, train: Any, val: Any, more: dict[str, Any] | None = Non
         "args": dict(vars(args)),
         "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
         "data": describe_data(train, val),
-        "eval_data": {name: _describe_set(each) for name, each in (more or {}).items()},
+        "eval_data": {name: describe_set(each) for name, each in (more or {}).items()},
         "environment": describe_environment(args),
     }
 
@@ -151,14 +151,11 @@ def check_options(state: dict, args: Any) -> None:
 def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more: dict[str, Any] | None = None) -> None:
     """Raise UserError if there is a checkpoint, and its model, classes or images are not those of this run.
 
-    Without a training set the checkpoint is to be evaluated, and the images may differ. Ranks whose images differ are
-    refused in any case. Collective: every rank must call it.
+    Without a training set the checkpoint is to be evaluated, and the images may differ.
     """
-    more = more or {}
-    for name, dataset in {"train": train, "val": val, **more}.items():
-        _check_ranks(name, dataset)
     if state is None:
         return
+    more = more or {}
     theirs, num_classes = state["data"], len(val.classes)
     source = f"the checkpoint of --resume {args.resume} holds"
     if not is_same_model(state["args"]["model"], args.model):
@@ -178,13 +175,13 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
                 f"{_difference('num_images', theirs['num_images'], len(train))}; the saved position counts steps over "
                 "all images, so this cannot be changed"
             )
-        refused += _compare_sets("train", theirs, _describe_set(train), notes)
+        refused += _compare_sets("train", theirs, describe_set(train), notes)
     warn_trained_on(f"--resume {args.resume}", state["args"], theirs, args, val)
     part = state["args"].get("minival"), state["args"].get("minival_fold", 0)
     sets = {"val": val, **more} if part == (args.minival, args.minival_fold) else more
     known = {"val": theirs["val"], **state.get("eval_data", {})}
     for name in [name for name in sets if name in known]:  # sets of --eval-data may come and go
-        differing = _compare_sets(name, known[name], _describe_set(sets[name]), notes)
+        differing = _compare_sets(name, known[name], describe_set(sets[name]), notes)
         (notes if train is None else refused).extend(differing)
     if refused:
         _refuse_data(args, refusal, refused)
@@ -217,15 +214,6 @@ def warn_trained_on(source: str, options: dict[str, Any], images: Any, args: Any
     if any(ours[name] is not None and known.get(name) == ours[name] for name in ("path", "sample", "fingerprint")):
         part = f"--minival {args.minival} --minival-fold {args.minival_fold}"
         print(f"{source} has trained on images that {part} holds out: its accuracy here will be too high")
-
-
-def _check_ranks(name: str, dataset: Any | None) -> None:
-    """Refuse nodes that have different images under one name, such as two states of a pack. Collective."""
-    if dataset is not None and collectives.get_world_size() > 1:
-        first, *others = collectives.gather_plain(_describe_set(dataset))
-        for rank, theirs in enumerate(others, 1):
-            if differences := _compare_sets(name, first, theirs, []):
-                raise UserError(f"rank {rank} reads different images than rank 0: {differences[0]}")
 
 
 def check_classes(weights: Any, args: Any, val: Any) -> None:

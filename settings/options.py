@@ -24,6 +24,10 @@ from settings.choices import LOGGERS, LOSSES, METRICS, OPTIMIZERS, POLICIES, SCH
 # the option cannot be changed.
 FREE, SILENT, ON_REQUEST = "free", "silent", "on request"
 
+# Whether the processes of a run may have different values: SAME in none; of OWN options each machine has its own; of
+# AS_TYPED ones rank 0's counts where the command lines give none.
+SAME, OWN, AS_TYPED = "same", "own", "as typed"
+
 # Whether the recipe that a run writes holds an option: NEVER for one that says where the run is or how it was started,
 # IF_GIVEN for one whose default depends on the machine.
 ALWAYS, NEVER, IF_GIVEN = "always", "never", "if given"
@@ -91,6 +95,7 @@ class Option:
     below: float = math.inf
     resume: str = ON_REQUEST  # FREE, SILENT, ON_REQUEST, or the reason why a resumed run cannot change it
     recipe: str = ALWAYS  # ALWAYS, NEVER or IF_GIVEN
+    ranks: str = SAME  # SAME, OWN or AS_TYPED
     is_of_checkpoint: bool = False  # an evaluation takes it from the checkpoint's run unless it is given
     needs: str = ""  # options without one of which it has no effect: `mixup_alpha|cutmix_alpha`, `opt=adamw|timm/`
     not_with: str = ""  # options beside any of which it has no effect
@@ -212,7 +217,7 @@ def _is_on(value: Any, wanted: str) -> bool:
 # By group, in the order of --help; a recipe's tables have the groups' names.
 OPTIONS = {
     "options": [
-        Option("--recipe", metavar="NAME", resume=SILENT, recipe=NEVER,
+        Option("--recipe", metavar="NAME", resume=SILENT, ranks=OWN, recipe=NEVER,
                help="options to start from: a name in recipes/, or a TOML file"),
         Option("--list-recipes", metavar="WORD", nargs="?", const="", resume=FREE, recipe=NEVER,
                help="print the recipes, or those that mention WORD, or one whole recipe by its name, and exit"),
@@ -221,7 +226,7 @@ OPTIONS = {
                     "and exit"),
     ],
     "data": [
-        Option("--data-path", metavar="DIR", resume=FREE, not_with="synthetic",
+        Option("--data-path", metavar="DIR", resume=FREE, ranks=OWN, not_with="synthetic",
                help="folder that holds train/ and val/ with one folder for each class, or train.csv and val.csv, or "
                     "train.tar and val.tar, or their shards, train-000000.tar, train-000001.tar ...; or the URL of a "
                     "pack, https://, s3://, gs:// or az://; or FILE.py:FUNCTION"),
@@ -241,19 +246,19 @@ OPTIONS = {
                help="for a trial: train on N images only, the first of each class in turn"),
         Option("--limit-val-images", type=int, at_least=1, not_with="synthetic",
                help="for a trial: evaluate on N images of val only, the first of each class in turn"),
-        Option("--eval-data", metavar="NAME=DIR", nargs="+", resume=FREE, not_with="synthetic",
+        Option("--eval-data", metavar="NAME=DIR", nargs="+", resume=FREE, ranks=OWN, not_with="synthetic",
                help="evaluate on these sets too, of the same classes and in any form that val/ may have; log lines, "
                     "records and curves are labelled NAME; val/ alone chooses best.pth"),
         Option("--synthetic", metavar="IMAGES", type=int, nargs="?", const=12_800, at_least=1, at_most=1 << 40,
                resume="a position is counted in steps of its images",
                help="train on this many made-up images of 1000 classes (default: 12800)"),
-        Option("--cache", metavar="DIR", resume=FREE, recipe=NEVER,
+        Option("--cache", metavar="DIR", resume=FREE, ranks=OWN, recipe=NEVER,
                help="local cache for a remote --data-path (default: touchstone in the user's cache folder)"),
-        Option("--cache-gib", metavar="GIB", type=float, at_least=0, at_most=1e9, resume=FREE, recipe=NEVER,
+        Option("--cache-gib", metavar="GIB", type=float, at_least=0, at_most=1e9, resume=FREE, ranks=OWN, recipe=NEVER,
                help="largest size of --cache for each split, in GiB (default: nine tenths of the free disk)"),
         Option("--io-timeout", metavar="MIN", default=10.0, above=0, at_most=1e6, resume=FREE, recipe=NEVER,
                help="minutes to keep retrying a failed request to a remote --data-path"),
-        Option("--workers", aliases=["-j"], type=int, at_least=0, at_most=1024, resume=FREE, recipe=IF_GIVEN,
+        Option("--workers", aliases=["-j"], type=int, at_least=0, at_most=1024, resume=FREE, ranks=OWN, recipe=IF_GIVEN,
                help="data loading processes per training process (default: its share of the cores, up to 16)"),
         Option("--cache-dataset", default=False, resume=FREE,
                help="no effect, accepted for torchvision's commands: the index is always cached"),
@@ -528,7 +533,7 @@ OPTIONS = {
         Option("--amp", default=False, is_of_checkpoint=True,
                help="automatic mixed precision, in training and evaluation"),
         Option("--amp-dtype", choices=["bfloat16", "float16", "float32"], is_of_checkpoint=True, needs="amp",
-               is_strict=True,
+               is_strict=True, ranks=AS_TYPED,
                help="dtype of --amp; float16 scales the loss; float32, which timm's Muon follows too, is for a CPU "
                     "that is slow in a recipe's bfloat16 (default: float16)"),
         Option("--tf32", type=bool, is_of_checkpoint=True,
@@ -547,7 +552,7 @@ OPTIONS = {
                     "and order of sums"),
     ],
     "checkpoint": [
-        Option("--output-dir", metavar="DIR", resume=FREE, recipe=NEVER,
+        Option("--output-dir", metavar="DIR", resume=FREE, ranks=OWN, recipe=NEVER,
                help="folder for checkpoints, logs and TensorBoard's events (default: runs/MODEL)"),
         Option("--overwrite", default=False, resume=SILENT, recipe=NEVER,
                help="remove the files of an earlier run from the output folder and start over"),
@@ -586,11 +591,11 @@ OPTIONS = {
                     "the run ends; 0 = never"),
     ],
     "distributed": [
-        Option("--device", resume=FREE, recipe=IF_GIVEN,
+        Option("--device", resume=FREE, ranks=OWN, recipe=IF_GIVEN,
                help="device to train on: cuda, cpu, mps ... (default: the available accelerator, else cpu)"),
         Option("--world-size", default=1, at_least=1, at_most=1 << 20, resume=SILENT, recipe=NEVER,
                help="number of processes, if the launcher sets RANK but not WORLD_SIZE"),
-        Option("--dist-url", metavar="URL", default="env://", resume=FREE, recipe=NEVER,
+        Option("--dist-url", metavar="URL", default="env://", resume=FREE, ranks=OWN, recipe=NEVER,
                help="URL of the rendezvous; torchrun and srun set it up themselves"),
         Option("--dist-timeout", metavar="MIN", default=30, type=float, at_least=0.001, at_most=1e6, resume=FREE,
                recipe=NEVER,

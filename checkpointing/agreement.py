@@ -1,0 +1,143 @@
+"""Compare the processes of a run: options, code, versions, images and first weights have to be those of rank 0."""
+
+import hashlib
+import json
+import shlex
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkpointing.guard import describe_environment, describe_processor, describe_set
+from distributed import collectives
+from errors import UserError
+from settings.options import AS_TYPED, BY_NAME, OWN, parse_allowed
+
+# Of the environment: how a machine computes, which may round sums differently and changes no pixel. It is printed.
+_OF_MACHINE = ("cpu", "gpu", "processor", "python")
+
+# How many differences a line names.
+_MOST = 12
+
+
+def check_processes(args: Any) -> None:
+    """Refuse ranks whose options, own code or versions are not rank 0's; print in what their machines differ.
+
+    Call it right after the processes have joined: with other options they might wait for each other for ever.
+    Collective: every rank must call it.
+    """
+    if collectives.get_world_size() == 1:
+        return
+    found = {**describe_environment(args), "processor": describe_processor()}
+    versions = {name: [f"{name} {value}", ""] for name, value in found.items()}
+    machine = {name: versions.pop(name) for name in _OF_MACHINE if name in versions}
+    threads = {"threads": [f"{found['threads']} threads (OMP_NUM_THREADS)", ""]}
+    if args.use_deterministic_algorithms and "threads" not in parse_allowed(args.allow_change):
+        versions |= threads
+    else:
+        del versions["threads"]
+        machine |= threads
+    ranks = collectives.gather_plain([{**_describe_options(args), **versions}, machine])
+    if differences := _differing([rank[0] for rank in ranks], "differs from"):
+        raise UserError(f"{differences}; start each with the same command, code and versions", has_lines=True)
+    if differences := _differing([rank[1] for rank in ranks], "computes otherwise than"):
+        consequence = "; bit-identical results are not guaranteed" if args.use_deterministic_algorithms else ""
+        print(differences + consequence)
+
+
+def check_images(datasets: tuple) -> tuple:
+    """Return the data sets; UserError if a rank has other images than rank 0. Collective: every rank must call it.
+
+    Of single files 64 sizes are compared and no content, of tars all sizes, of packs the checksums.
+
+    Args:
+        datasets: the training set or None, the validation set, and those of `--eval-data` by their names.
+    """
+    if collectives.get_world_size() == 1:
+        return datasets
+    train, val, more = datasets
+    ours = {"sets": [f"sets val {' '.join(more)}", ""]}  # in their order
+    for name, dataset in {"train": train, "val": val, **more}.items():
+        if dataset is not None:
+            facts = describe_set(dataset)
+            facts["classes"] = hashlib.sha256(json.dumps(list(dataset.classes)).encode()).hexdigest()[:16]
+            del facts["path"], facts["times"]  # each machine has its own
+            whole = getattr(dataset.index, "whole", dataset.index)  # of a part of the images: its source
+            for text in (facts.pop("sample") or "").split():
+                number, _, size = text.partition(":")
+                facts[f"bytes of {whole.name(int(number))}"] = size
+            ours |= {f"data of {name}: {key}": [f"data of {name}: {key} {facts[key]}", ""] for key in facts}
+    ranks, verb = collectives.gather_plain(ours), "reads different images than"
+    if differences := _differing([{"sets": rank["sets"]} for rank in ranks], verb) or _differing(ranks, verb):
+        raise UserError(f"{differences}; give every process the same images", has_lines=True)
+    return datasets
+
+
+def check_weights(model: nn.Module, criterion: Any) -> None:
+    """Refuse a model or a loss whose parameters and buffers are not rank 0's. Collective: every rank must call it.
+
+    Before DDP gives every rank those of rank 0, of which an average and a teacher would know nothing.
+    """
+    if collectives.get_world_size() == 1:
+        return
+    ours = {}
+    for owner, module in {"model": model, "criterion": criterion}.items():
+        if isinstance(module, nn.Module):
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                whole = torch.atleast_1d(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8)
+                ours[f"{owner}.{name}"] = [f"{owner}.{name} {zlib.crc32(whole.numpy()):08x}", ""]
+    if differences := _differing(collectives.gather_plain(ours), "starts from other weights than"):
+        advice = "give every process the same --weights; models of your own draw from torch, numpy and random alone"
+        raise UserError(f"{differences}; {advice}", has_lines=True)
+
+
+def _describe_options(args: Any) -> dict[str, list[str]]:
+    """Return each option that ranks must share as it is typed, and where it is from; and hashes of own code."""
+    ours = {"--device": [f"--device {torch.device(args.device).type}", ""]}
+    for name, option in BY_NAME.items():
+        if option.ranks != OWN:
+            origin = "from the recipe" if name in args.given else "by default"
+            origin = "from the command line" if name in args.typed else origin
+            is_rank_0s = option.ranks == AS_TYPED and name not in args.typed
+            ours[option.flag] = [option.flag if is_rank_0s else _typed(option.flag, getattr(args, name)), origin]
+    ours["reference"] = [f"reference-global-batch {args.reference_global_batch}", ""]
+    for text in args.code.split(", ") if args.code else ():
+        name, _, digest = text.rpartition(" ")
+        option, _, module = name.partition(" ")
+        whose = f"{f'the module {module}' if module else 'the file'} of {BY_NAME[option].flag}"
+        ours.setdefault(whose, [whose, ""])[0] += f" {digest}"  # --metrics may name several
+    return ours
+
+
+def _typed(flag: str, value: Any) -> str:
+    """Return an option as a user types it."""
+    if value is None or value == "":
+        return f"no {flag}"
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return shlex.join([flag, *map(str, value if isinstance(value, list) else [value])])
+
+
+def _differing(ranks: Sequence[Mapping[str, list[str]]], verb: str) -> str:
+    """Return in what the first rank that differs from rank 0 does, or an empty string.
+
+    Args:
+        ranks: of each rank, by a name, a text that is compared and shown, and one that is shown if only it differs.
+        verb: between the names of the two ranks.
+    """
+    first = ranks[0]
+    others = [rank for rank, each in enumerate(ranks) if each != first]
+    if not others:
+        return ""
+    theirs = ranks[others[0]]
+    texts = []
+    for name in {**first, **theirs}:
+        one, other = (each.get(name, [f"no {name}", ""]) for each in (theirs, first))
+        if one != other:
+            words = [text if one[0] != other[0] else f"{text} {origin}" for text, origin in (one, other)]
+            texts.append("{} (rank 0: {})".format(*words))
+    more = f", and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
+    also = f"; {len(others) - 1} more of the ranks are not as rank 0" if others[1:] else ""
+    return f"rank {others[0]} {verb} rank 0: {', '.join(texts[:_MOST])}{more}{also}"
