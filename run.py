@@ -429,7 +429,7 @@ class Run(Steps):
             sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in self.model.parameters()]).cpu()
             if not all(torch.equal(sums, theirs) for theirs in collectives.all_gather(sums)):
                 line = "ranks have different weights than rank 0: use only the generators of torch, numpy and random"
-                raise UserError(f"after step {self.state.step} {line}", exit_code=1)
+                raise UserError(f"after step {self.state.step} {line}, and processors of one kind", exit_code=1)
         if self.args.num_shards > 1 and [*map(id, self.model.buffers())] != [*map(id, self.sharded_step.buffers)]:
             raise UserError("--model replaces a buffer in training; update buffers in place, as by copy_", exit_code=1)
         scaler = self.state.parts.get("scaler")

@@ -262,9 +262,9 @@ def main(args):
     data_loader, loaders = data.build_device_loaders(args, loading, sampler, device)
     weights = None if state else start_weights(args, datasets[1])
     model_without_ddp = build.move_to_device(build.build_model(args, loading.num_classes, weights), args, device)
+    check_weights(model_without_ddp)
     model_ema = build_ema(args, model_without_ddp)
-    criterion = build_loss(args, model_without_ddp, *datasets[:2])
-    check_weights(model_without_ddp, criterion)
+    criterion = check_weights(build_loss(args, model_without_ddp, *datasets[:2]))
     metrics = build_metrics(args, loading.num_classes)
     if args.test_only:
         model_ema = load_evaluated(args, model_without_ddp, state)

@@ -32,13 +32,10 @@ def check_processes(args: Any) -> None:
         return
     found = {**describe_environment(args), "processor": describe_processor()}
     versions = {name: [f"{name} {value}", ""] for name, value in found.items()}
-    machine = {name: versions.pop(name) for name in _OF_MACHINE if name in versions}
-    threads = {"threads": [f"{found['threads']} threads (OMP_NUM_THREADS)", ""]}
+    machine = {name: versions.pop(name) for name in ("threads", *_OF_MACHINE) if name in versions}
+    machine["threads"] = [f"{found['threads']} threads (OMP_NUM_THREADS)", ""]
     if args.use_deterministic_algorithms and "threads" not in parse_allowed(args.allow_change):
-        versions |= threads
-    else:
-        del versions["threads"]
-        machine |= threads
+        versions["threads"] = machine.pop("threads")
     ranks = collectives.gather_plain([{**_describe_options(args), **versions}, machine])
     if differences := _differing([rank[0] for rank in ranks], "differs from"):
         raise UserError(f"{differences}; start each with the same command, code and versions", has_lines=True)
@@ -75,22 +72,22 @@ def check_images(datasets: tuple) -> tuple:
     return datasets
 
 
-def check_weights(model: nn.Module, criterion: Any) -> None:
-    """Refuse a model or a loss whose parameters and buffers are not rank 0's. Collective: every rank must call it.
+def check_weights(module: Any) -> Any:
+    """Return a model or a loss; UserError if its parameters or buffers are not rank 0's. Collective: all must call it.
 
-    Before DDP gives every rank those of rank 0, of which an average and a teacher would know nothing.
+    Before DDP gives every rank those of rank 0, of which an average of the weights would know nothing.
     """
-    if collectives.get_world_size() == 1:
-        return
+    if collectives.get_world_size() == 1 or not isinstance(module, nn.Module):
+        return module
     ours = {}
-    for owner, module in {"model": model, "criterion": criterion}.items():
-        if isinstance(module, nn.Module):
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                whole = torch.atleast_1d(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8)
-                ours[f"{owner}.{name}"] = [f"{owner}.{name} {zlib.crc32(whole.numpy()):08x}", ""]
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        whole = torch.atleast_1d(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8)
+        text = f"{type(module).__name__}.{name} {zlib.crc32(whole.numpy()):08x}"
+        ours[name] = [text, ""]
     if differences := _differing(collectives.gather_plain(ours), "starts from other weights than"):
-        advice = "give every process the same --weights; models of your own draw from torch, numpy and random alone"
-        raise UserError(f"{differences}; {advice}", has_lines=True)
+        advice = "give all the same --weights, draw from torch, numpy and random alone, or use processors of one kind"
+        raise UserError(f"{differences}; {advice}")
+    return module
 
 
 def _describe_options(args: Any) -> dict[str, list[str]]:
@@ -134,7 +131,7 @@ def _differing(ranks: Sequence[Mapping[str, list[str]]], verb: str) -> str:
     theirs = ranks[others[0]]
     texts = []
     for name in {**first, **theirs}:
-        one, other = (each.get(name, [f"no {name}", ""]) for each in (theirs, first))
+        one, other = (each.get(name, ["none", ""]) for each in (theirs, first))
         if one != other:
             words = [text if one[0] != other[0] else f"{text} {origin}" for text, origin in (one, other)]
             texts.append("{} (rank 0: {})".format(*words))
