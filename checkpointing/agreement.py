@@ -34,10 +34,11 @@ def check_processes(args: Any) -> None:
     versions = {name: [f"{name} {value}", ""] for name, value in found.items()}
     machine = {name: versions.pop(name) for name in ("threads", *_OF_MACHINE) if name in versions}
     machine["threads"] = [f"{found['threads']} threads (OMP_NUM_THREADS)", ""]
-    if args.use_deterministic_algorithms and "threads" not in parse_allowed(args.allow_change):
-        versions["threads"] = machine.pop("threads")
     ranks = collectives.gather_plain([{**_describe_options(args), **versions}, machine])
-    if differences := _differing([rank[0] for rank in ranks], "differs from"):
+    same = [rank[0] for rank in ranks]
+    if args.use_deterministic_algorithms and "threads" not in parse_allowed(args.allow_change):
+        same = [{**rank[0], "threads": rank[1]["threads"]} for rank in ranks]
+    if differences := _differing(same, "differs from"):
         raise UserError(f"{differences}; start each with the same command, code and versions", has_lines=True)
     if differences := _differing([rank[1] for rank in ranks], "computes otherwise than"):
         consequence = "; bit-identical results are not guaranteed" if args.use_deterministic_algorithms else ""

@@ -61,15 +61,17 @@ NEEDED = {
 ALONE = {"list_recipes", "dry_run", "sync_bn", "multi_label", "grad_checkpointing"}
 
 # Of options that no word of rank 1 shows.
-SHOWN = {
-    "list_recipes": "no --list-recipes from the command line",
-    "world_size": "--world-size 2 from the command line",
-}
+SHOWN = {"list_recipes": "no --list-recipes from the command", "world_size": "--world-size 2 from the command"}
+
+
+def words_of_both(folder, is_test=False):
+    evaluation = ["--test-only", "--weights", f"{folder}/weights.pth"] * is_test
+    return [*BOTH, "--data-path", f"{folder}/node-0", *evaluation]
 
 
 def words_of(name, folder):
     """Return the words of both ranks, and those of rank 1, by the entry of an option and the two tables."""
-    option, both = BY_NAME[name], [*BOTH, "--data-path", f"{folder}/node-0"]
+    option, both = BY_NAME[name], words_of_both(folder)
     needed, _, values = option.needs.partition("=")
     if name in NEEDED:
         both += shlex.split(NEEDED[name].format(folder=folder))
@@ -141,13 +143,13 @@ def test_each_option_of_the_table_is_refused_by_name_or_may_differ(folder, tmp_p
             assert text == "", text
             continue
         assert text.startswith("rank 1 differs from rank 0: "), name
-        assert f"{SHOWN.get(name, shlex.join(mine))} (rank 0: " in text, text
+        assert f"{SHOWN.get(name, f'{shlex.join(mine)} (rank 0: ')}" in text, text
         assert text.count("(rank 0:") == follow.get(name, 1), text  # nothing else, but what follows from it
     assert {option.ranks for option in BY_NAME.values()} == {SAME, OWN, AS_TYPED}
 
 
 def test_a_line_names_several_options_and_where_they_are_from_and_machines_choose_some(folder, tmp_path):
-    both = [*BOTH, "--data-path", f"{folder}/node-0"]
+    both = words_of_both(folder)
     several = "--seed 5 --random-erase 0.5 --hflip-prob 0.0 --label-smoothing 0.3 --eval-flip --val-resize-size 40"
     several += " --lr 0.1 --weight-decay 0.5 --amp --epochs 7 --print-freq 2"
     recipe = folder / "slow.toml"
@@ -180,7 +182,7 @@ def test_a_line_names_several_options_and_where_they_are_from_and_machines_choos
 
 
 def test_each_version_is_refused_and_each_machine_is_said_once(folder, tmp_path):
-    both = [*BOTH, "--data-path", f"{folder}/node-0"]
+    both = words_of_both(folder)
     known = agreement.describe_environment(config.parse_args(both))
     assert {"torch", "torchvision", "decoder", "timm", "revision", "touchstone"} <= known.keys()
     texts, output = compare({name: (both, [], {name: "another"}) for name in [*known, "new"]}, tmp_path)
@@ -204,11 +206,6 @@ def train_differing(tmp_path, both, mine, *more):
     return run_ranks(rank_of, 2, [*both, "--output-dir", str(tmp_path / "out")], mine, *more, log_folder=tmp_path)
 
 
-def is_untouched(out):
-    """Tell whether nothing but a refusal is in a folder."""
-    return not out.exists() or {path.name for path in out.iterdir()} <= {"status.json"}
-
-
 SAMPLE = {*random.Random(56).sample(sorted(BY_NAME), 5), "dry_run", "output_dir"}
 
 
@@ -230,7 +227,7 @@ def test_a_run_whose_rank_1_has_another_option_is_refused_or_has_the_same_bits(f
         return
     else:
         refused(outcome, "rank 1 differs from rank 0: ", SHOWN.get(name, shlex.join(mine)))
-    assert is_untouched(tmp_path / "out")
+    assert {path.name for path in tmp_path.glob("out/*")} <= {"status.json"}  # which says that it was refused
 
 
 LOSS = """
@@ -270,8 +267,7 @@ def places(folder, tmp_path):
 @pytest.mark.dist
 @pytest.mark.parametrize("is_test", [False, True])
 def test_another_version_of_own_code_or_of_what_it_imports_is_refused(folder, places, tmp_path, is_test):
-    both = [*BOTH, "--data-path", f"{folder}/node-0", "--criterion", "own.py:loss"]
-    both += ["--test-only", "--weights", f"{folder}/weights.pth"] * is_test
+    both = [*words_of_both(folder, is_test), "--criterion", "own.py:loss"]
     train_differing(tmp_path, both, [], places).check()
     (places[1] / "helper.py").write_text("FACTOR = 2\n")
     refused(train_differing(tmp_path, both, [], places), "rank 1 differs from", "the module helper of --criterion ")
@@ -281,11 +277,11 @@ def test_another_version_of_own_code_or_of_what_it_imports_is_refused(folder, pl
 
 @pytest.mark.dist
 def test_other_first_weights_are_refused_before_the_folder_is_claimed(folder, places, tmp_path):
-    both = [*BOTH, "--data-path", f"{folder}/node-0", "--model", "own.py:Model"]
+    both = [*words_of_both(folder), "--model", "own.py:Model", "--model-ema"]
     for place in places:
         (place / "own.py").write_text(LOSS.replace("OWN", "True"))
     words = "rank 1 starts from other weights than rank 0: Model.fc.bias ", "(rank 0: Model.fc.bias "
-    refused(train_differing(tmp_path, [*both, "--model-ema"], [], places), *words)
+    refused(train_differing(tmp_path, both, [], places), *words)
     assert not (tmp_path / "out" / "run.json").exists()
 
 
@@ -293,15 +289,13 @@ def test_other_first_weights_are_refused_before_the_folder_is_claimed(folder, pl
 @pytest.mark.parametrize("is_test", [False, True])
 @pytest.mark.parametrize("name", ["torch", "torchvision", "PIL"])
 def test_another_version_of_a_library_is_refused(folder, tmp_path, is_test, name):
-    both = [*BOTH, "--data-path", f"{folder}/node-0"]
-    both += ["--test-only", "--weights", f"{folder}/weights.pth"] * is_test
-    outcome = train_differing(tmp_path, both, [], None, (replace_version, name))
+    outcome = train_differing(tmp_path, words_of_both(folder, is_test), [], None, (replace_version, name))
     refused(outcome, "rank 1 differs from rank 0: ", "0.9")
 
 
 @pytest.mark.dist
 def test_another_machine_is_said_once_and_its_threads_are_refused_where_bits_are_promised(folder, tmp_path):
-    both, other = [*BOTH, "--data-path", f"{folder}/node-0"], (on_another_machine, 2)
+    both, other = words_of_both(folder), (on_another_machine, 2)
     refused(train_differing(tmp_path, both, [], None, other), "2 threads (OMP_NUM_THREADS) (rank 0: 1 threads")
     outcome = train_differing(tmp_path, [*both, "--no-use-deterministic-algorithms"], [], None, other).check()
     lines = [line for line in outcome.output.splitlines() if "computes otherwise than" in line]
@@ -310,11 +304,6 @@ def test_another_machine_is_said_once_and_its_threads_are_refused_where_bits_are
 
 def replace_image(place, path):
     shutil.copy(place / "train" / "class0" / "image000.jpg", place / path)
-
-
-def rename_class(place):
-    for split in ("train", "val"):
-        (place / split / "class1").rename(place / split / "class10")
 
 
 def change_content(place):
@@ -349,7 +338,12 @@ IMAGES = {
     "an image of another size": (lambda place: replace_image(place, CHANGED), None, None, f"bytes of {CHANGED[6:]} "),
     "an image of val": (lambda place: replace_image(place, VAL), None, None, f"data of val: bytes of {VAL[4:]} "),
     "a missing image": (lambda place: (place / CHANGED).unlink(), None, None, "data of train: fingerprint "),
-    "a class": (rename_class, None, None, "data of train: classes "),
+    "a class": (
+        lambda place: [each.rename(f"{each}0") for each in place.glob("*/class1")],
+        None,
+        None,
+        "train: classes ",
+    ),
     "the form": (None, None, as_tars, "data of train: form tars (rank 0: data of train: form folder)"),
     "another size in a tar": (lambda place: replace_image(place, CHANGED), as_tars, None, "data of train: sizes "),
     "a checksum in a pack": (None, as_pack, change_checksum, "data of train: checksums "),
@@ -383,8 +377,7 @@ def test_other_images_are_refused_by_what_is_known_of_them(image_folder, tmp_pat
 def test_a_run_on_other_images_is_refused_in_evaluation_too(folder, image_folder, tmp_path, is_test):
     other = shutil.copytree(image_folder, tmp_path / "other")
     replace_image(other, VAL)
-    both = [*BOTH, "--data-path", f"{folder}/node-0"]
-    both += ["--test-only", "--weights", f"{folder}/weights.pth"] * is_test
+    both = words_of_both(folder, is_test)
     outcome = train_differing(tmp_path, both, ["--data-path", str(other)])
     refused(outcome, "rank 1 reads different images than rank 0: data of val: bytes of class0/image001.jpg ")
     more = ["--eval-data", f"more={folder}/node-1/val"]
