@@ -218,7 +218,7 @@ def test_a_run_whose_rank_1_has_another_option_is_refused_or_has_the_same_bits(f
     both += ["--dist-timeout", "0.05"] * (name in ALONE)
     outcome = train_differing(tmp_path, both, mine)
     if name in ALONE:
-        assert outcome.codes[0] == 1, outcome.output  # it has waited for the other
+        assert outcome.codes[0] in (1, -15), outcome.output  # it has waited for the other, or was ended with it
     elif BY_NAME[name].ranks == OWN:
         plain = tmp_path / "plain"
         run_ranks(train_rank, 2, argv_of([*both, "--output-dir", str(plain)], [], 0), log_folder=tmp_path).check()
