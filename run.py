@@ -209,8 +209,12 @@ class Run(Steps):
         """Return how far the run is, for status.json."""
         num_steps, rate = self.args.epochs * self.state.steps_per_epoch, self.monitor.images_per_s
         left_s = rate and (num_steps - self.state.step) * self.args.global_batch_size / rate
-        since_s = time.monotonic() - watchdog.last_s
-        return {"steps": num_steps, "images_per_s": rate, "left_s": left_s, "progress": round(time.time() - since_s, 3)}
+        return {
+            "steps": num_steps,
+            "images_per_s": rate,
+            "left_s": left_s,
+            "progress": round(time.time() - watchdog.idle_s, 3),
+        }
 
     def finish(self) -> None:
         """Record and print how the run ended. Collective: every rank must call it."""
@@ -313,6 +317,7 @@ class Run(Steps):
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step."""
+        watchdog.beat("training")
         self.number = self.state.step
         self.lr_scheduler.set_position(epoch, step, self.state.steps_per_epoch)
         last = self.args.epochs * self.state.steps_per_epoch
@@ -321,7 +326,6 @@ class Run(Steps):
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
         self.state.steps += 1
-        watchdog.beat("training")
         decision = self.decisions.result(*self.vote())  # of the step before
         is_due = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
         if metric_logger.is_line_due or is_due or not self.has_steps_left or decision != CONTINUE:

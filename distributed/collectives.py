@@ -338,6 +338,6 @@ def shut_down() -> None:
     if is_dist_avail_and_initialized():
         watchdog.beat("leaving the other processes")
         with watchdog.waiting():
-            dist.barrier(group=_joined.group)
+            dist.all_reduce(torch.zeros(1), group=_joined.world)  # in a group that does not wait for a day
         if _joined.own is dist.group.WORLD:
             dist.destroy_process_group()

@@ -22,13 +22,12 @@ _PROGRESS_BYTES = 1 << 16
 class Watchdog:
     """End this process when it hangs, after it has printed its current work and the Python stacks of all threads.
 
-    A process that waits in a collective of bookkeeping is not ended while another rank makes progress: the ranks tell
-    each other of theirs through the store. A process that was stopped meanwhile, as by SIGSTOP, has not hung.
+    A process that waits for other ranks is not ended while one of them works: the ranks tell each other through the
+    store, with a number that grows, what they are at. Their clocks need not agree. A process that was stopped
+    meanwhile, as by SIGSTOP, has not hung.
 
     Attributes:
         stage: what the process is at, in words such as "saving".
-        last_s: when it last made progress, by `time.monotonic`.
-        is_waiting: whether it waits for other ranks.
         describe: returns more about the work of a run.
         on_stall: called last, with the reason.
     """
@@ -36,18 +35,8 @@ class Watchdog:
     LINGER_S = 5.0  # a launcher ends all ranks when one has left; all should print their stacks first
 
     def __init__(self) -> None:
-        self._is_over, self._is_ending = threading.Event(), False
-        self._reset(0.0)
-
-    def _reset(self, timeout_s: float) -> None:
-        self._is_over.set()
         self._is_over = threading.Event()
-        self.timeout_s, self.period_s = timeout_s, min(timeout_s / 8 or 5.0, 5.0)
-        self.stage, self.is_waiting, self._counts_bytes = "starting", False, True
-        self.rank, self.peers = 0, None
-        self._num_bytes, self._extra_s = 0, 0.0
-        self.leave_run()
-        self.beat()
+        self.start(0.0)
 
     def start(self, timeout_s: float) -> None:
         """Watch this process from now on.
@@ -55,21 +44,30 @@ class Watchdog:
         Args:
             timeout_s: most seconds without progress; 0 for no limit.
         """
-        self._reset(timeout_s)
+        self.stop()
+        self._is_over = threading.Event()
+        self.timeout_s, self.period_s = timeout_s, min(timeout_s / 8 or 5.0, 5.0)
+        self.stage, self.is_waiting, self._counts_bytes, self._is_ending = "starting", False, True, False
+        self.rank, self.world_size, self.store = 0, 1, None
+        self._others = {}  # {rank: its number, stage, whether it waits, whether it works}
+        self._grown_s = {}  # {rank: when its number was last seen to grow}
+        self._failed = set()  # ranks that have ended by an error
+        self._paused_s, self._num_bytes = 0.0, 0
+        self.leave_run()
+        self.beat()
+        self._answered_s = self.now_s()
         if timeout_s:
             threading.Thread(target=self._watch, args=(self._is_over,), daemon=True, name="stall watchdog").start()
 
     def stop(self) -> None:
-        """Stop watching, and forget the other ranks; the stage stays, for the error that may be reported after this."""
+        """Stop watching; the stage stays, for an error that is reported after this."""
         self._is_over.set()
-        self.timeout_s, self.peers = 0.0, None
 
     def connect(self, store: Any, rank: int, world_size: int) -> None:
         """Tell the other ranks of this one's progress, through a store of its own connection."""
-        self.rank = rank
+        self.store, self.rank, self.world_size = store, rank, world_size
         if world_size > 1:
-            self.peers = _Peers(self, store, rank, world_size)
-            threading.Thread(target=self.peers.exchange, args=(self._is_over,), daemon=True, name="beats").start()
+            threading.Thread(target=self._exchange, args=(self._is_over,), daemon=True, name="beats").start()
 
     def enter_run(self, describe: Callable[[], str], on_stall: Callable[[str], None]) -> None:
         """Watch a run's steps from now on: bytes that its other threads write are no progress of them."""
@@ -79,6 +77,10 @@ class Watchdog:
         """Forget the run, whose end is recorded."""
         self.describe, self.on_stall = str, str
 
+    def now_s(self) -> float:
+        """Return the time by a clock that stands still while the process is stopped."""
+        return time.monotonic() - self._paused_s
+
     def beat(self, stage: str = "", extra_s: float = 0.0) -> None:
         """Record progress.
 
@@ -86,9 +88,8 @@ class Watchdog:
             stage: what begins now; by default the work goes on.
             extra_s: seconds for which it may wait in any case, as for a lock.
         """
-        self.last_s, self._extra_s = time.monotonic(), extra_s
-        if stage:
-            self.stage = stage
+        self.stage = stage or self.stage
+        self._until_s = self.now_s() + self.timeout_s + extra_s
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -101,35 +102,78 @@ class Watchdog:
             self.beat()
 
     @property
-    def left_s(self) -> float:
-        """Seconds until this process counts as hung; without a limit it never does."""
-        if not self.timeout_s:
-            return float("inf")
-        return self.timeout_s + self._extra_s - (time.monotonic() - self.last_s)
+    def idle_s(self) -> float:
+        """Seconds without progress."""
+        return self.now_s() - self._until_s + self.timeout_s
 
     def _watch(self, is_over: threading.Event) -> None:
         before_s = time.monotonic()
         while not is_over.wait(self.period_s):
-            now_s = time.monotonic()
-            self._allow_pause(now_s - before_s - self.period_s)
-            before_s = now_s
+            self._allow_pause(time.monotonic() - before_s - self.period_s)
+            before_s = time.monotonic()
             num_bytes = count_bytes() if self._counts_bytes else 0
             if num_bytes > self._num_bytes + _PROGRESS_BYTES:
                 self._num_bytes = num_bytes
                 self.beat()
-            is_kept = self.is_waiting and self.peers is not None and self.peers.has_progress()
-            if self.left_s < 0 and not is_kept:
+            if self.idle_s > self.timeout_s and not (self.is_waiting and self._is_other_working()):
                 self._end_process()
 
     def _allow_pause(self, pause_s: float) -> None:
         """Leave a time in which this thread slept on out of all counts: the whole process was stopped."""
-        if pause_s < self.period_s:
-            return
-        self.last_s += pause_s
-        if self.peers is not None:
-            self.peers.allow_pause(pause_s)
+        if pause_s > self.period_s:
+            self._paused_s += pause_s
         if pause_s > self.timeout_s / 4:
             say(f"rank {self.rank}: this process was stopped for {pause_s:.0f} s (SIGSTOP, a suspended job): no stall")
+
+    # What the ranks tell each other
+
+    def _exchange(self, is_over: threading.Event) -> None:
+        number = 0
+        with suppress(RuntimeError):  # the store's host is gone, and with it whatever could be heard
+            while not is_over.wait(self.period_s):
+                number += 1
+                is_working = not self.is_waiting and self.idle_s < self.timeout_s
+                mine = [number, self.stage, self.is_waiting, is_working]
+                self.store.set(f"beat/{self.rank}", json.dumps(mine))
+                # Early enough to see each number grow, and seldom: a thousand ranks ask for a million keys.
+                if self.idle_s > self.timeout_s / 4:
+                    for other in {*range(self.world_size)} - {self.rank}:
+                        self._hear(other)
+                self._answered_s = self.now_s()
+
+    def _hear(self, other: int) -> None:
+        if self.store.check([f"end/{other}"]):  # as `collectives.report_end` writes it
+            self._failed.add(other)
+        if self.store.check([f"beat/{other}"]):
+            theirs = json.loads(self.store.get(f"beat/{other}"))
+            if theirs[0] != self._others.get(other, theirs)[0]:
+                self._grown_s[other] = self.now_s()
+            self._others[other] = theirs
+
+    def _is_silent(self, other: int) -> bool:
+        return self._grown_s.get(other, 0.0) < self.now_s() - 3 * self.period_s - 1.0
+
+    def _is_other_working(self) -> bool:
+        return any(theirs[3] and not self._is_silent(other) for other, theirs in list(self._others.items()))
+
+    def _blame(self) -> str:
+        """Name the ranks that are waited for: those that failed, those that are silent, or those that hang."""
+        if self.world_size == 1:
+            return ""
+        if self._failed:
+            return f"rank {', '.join(map(str, sorted(self._failed)))} failed; see the error in its own output"
+        if self._answered_s < self.now_s() - 3 * self.period_s - 1.0:
+            return "no answer from rank 0 or its launcher, at whose store the processes meet"
+        others = [other for other in range(self.world_size) if other != self.rank]
+        silent = [other for other in others if self._is_silent(other)]
+        hung = [other for other in others if not silent and not self._others[other][2]]
+        stages = {other: f" ({theirs[1]})" for other, theirs in self._others.items()}
+        names = ", ".join(f"rank {other}{stages.get(other, '')}" for other in (silent + hung)[:8])
+        if not names:
+            return ""
+        return f"no sign of life from {names}" if silent else f"no progress on {names}"
+
+    # The end
 
     def await_end(self) -> None:
         """Wait for the end of a process that this is ending: an error that comes now is a consequence."""
@@ -138,8 +182,7 @@ class Watchdog:
 
     def _end_process(self) -> None:
         self._is_ending = True
-        reason = f"stalled for {self.timeout_s:g} s (--stall-timeout) while {self.stage}"
-        blamed = "" if self.peers is None else self.peers.blame()
+        reason, blamed = f"stalled for {self.timeout_s:g} s (--stall-timeout) while {self.stage}", self._blame()
         if blamed:
             reason += f": {blamed}"
         where = f"rank {self.rank} on {socket.gethostname()}"
@@ -166,86 +209,13 @@ class Watchdog:
             time.sleep(0.1)
 
 
-class _Peers:
-    """The other ranks' progress, as they tell it through the store.
-
-    A rank writes a growing number, the seconds until it counts as hung, its stage, and whether it waits for others. Its
-    clock need not agree with ours: what counts is when we see the number grow.
-    """
-
-    def __init__(self, watchdog: Watchdog, store: Any, rank: int, world_size: int) -> None:
-        self.watchdog, self.store, self.rank, self.world_size = watchdog, store, rank, world_size
-        self.last = {}  # {rank: what it wrote last}
-        self.grown_s = {}  # {rank: when its number was last seen to grow}
-        self.until_s = {}  # {rank: until when it counts as making progress}
-        self.ended = set()  # ranks that have ended by an error
-        self.answered_s = time.monotonic()  # when the store last answered
-
-    def exchange(self, is_over: threading.Event) -> None:
-        """Write this rank's progress and, once it lacks some, read the others'."""
-        mine, number = self.watchdog, 0
-        with suppress(RuntimeError):  # the store's host is gone, and so is what we could hear
-            while not is_over.wait(mine.period_s):
-                number += 1
-                self.store.set(f"beat/{self.rank}", json.dumps([number, mine.left_s, mine.stage, mine.is_waiting]))
-                # Early enough to see each number grow, and seldom: at 1,000 ranks it is a million keys.
-                if mine.left_s < 0.75 * mine.timeout_s:
-                    self._read()
-                self.answered_s = time.monotonic()
-
-    def _read(self) -> None:
-        for other in range(self.world_size):
-            key = f"beat/{other}"
-            if self.store.check([f"end/{other}"]):  # as `collectives.report_end` writes it
-                self.ended.add(other)
-            if other == self.rank or not self.store.check([key]):
-                continue
-            theirs, now_s = json.loads(self.store.get(key)), time.monotonic()
-            before = self.last.get(other)
-            if before is not None and theirs[0] != before[0]:
-                self.grown_s[other] = now_s
-                self.until_s[other] = now_s + theirs[1]
-            self.last[other] = theirs
-
-    def has_progress(self) -> bool:
-        """Tell whether any other rank is making progress."""
-        return any(until_s > time.monotonic() for until_s in list(self.until_s.values()))
-
-    def allow_pause(self, pause_s: float) -> None:
-        """Move what was seen by the time in which this process could see nothing."""
-        self.answered_s += pause_s
-        self.grown_s = {other: seen_s + pause_s for other, seen_s in self.grown_s.items()}
-        self.until_s = {other: until_s + pause_s for other, until_s in self.until_s.items()}
-
-    def blame(self) -> str:
-        """Name the ranks that are waited for: those that are silent, else those that work without progress."""
-        now_s, patience_s = time.monotonic(), 3 * self.watchdog.period_s + 1.0
-        if now_s - self.answered_s > patience_s:
-            return "no answer from rank 0 or its launcher, at whose store the processes meet"
-        if self.ended:
-            return f"rank {', '.join(map(str, sorted(self.ended)))} failed; see the error in its own output"
-        others = [other for other in range(self.world_size) if other != self.rank]
-        silent = [other for other in others if now_s - self.grown_s.get(other, 0.0) > patience_s]
-        if silent:
-            return f"no sign of life from {self._name(silent)}"
-        hung = [other for other in others if not self.last[other][3]]
-        return f"no progress on {self._name(hung)}" if hung else ""
-
-    def _name(self, ranks: list[int]) -> str:
-        """Return some of the ranks in words, each with its stage."""
-        stages = {rank: f" ({self.last[rank][2]})" for rank in ranks[:8] if rank in self.last}
-        names = ", ".join(f"rank {rank}{stages.get(rank, '')}" for rank in ranks[:8])
-        return f"{names} and {len(ranks) - 8} more" if len(ranks) > 8 else names
-
-
 def count_bytes() -> int:
     """Return how many bytes this process has read and written; 0 where the system does not tell."""
     try:
-        text = Path("/proc/self/io").read_text()
+        fields = Path("/proc/self/io").read_text().split()  # rchar: N wchar: N ...
     except OSError:
         return 0
-    fields = dict(line.split(": ") for line in text.splitlines())
-    return int(fields["rchar"]) + int(fields["wchar"])
+    return int(fields[1]) + int(fields[3])
 
 
 watchdog = Watchdog()  # of this process

@@ -192,8 +192,7 @@ def end_of(processes, logs):
     [
         ({"RANK": "1", "MASTER_ADDR": "nosuchhost.invalid"}, 1, "the name nosuchhost.invalid cannot be resolved"),
         ({"RANK": "1"}, 1, "Connection refused"),
-        ({}, 1, "1 of 2 processes have joined after 0.05 min (--dist-timeout); no word from rank 1"),
-        ({"MASTER_ADDR": "192.0.2.1"}, 1, "MASTER_ADDR 192.0.2.1 is no address of this machine"),
+        ({}, 1, "1 of 2 processes have joined, no word from rank 1, after 0.05 min (--dist-timeout)"),
         ({"RANK": "2"}, 2, "RANK is 2"),
         ({"RANK": "2", "WORLD_SIZE": None}, 2, "rank 2 of 1 process"),
         (
@@ -222,7 +221,7 @@ def test_a_store_that_does_not_answer_is_waited_for_no_longer(tmp_path):
         port = str(server.getsockname()[1])
         codes, errors = end_of(*start_rank(tmp_path, {"RANK": "1", "MASTER_PORT": port}))
     assert codes == [1]
-    assert "rank 0 has not answered rank 1 within 0.05 min (--dist-timeout)" in errors[0]
+    assert "what listens there does not answer; it is stopped, or another program, after 0.05 min" in errors[0]
 
 
 def test_a_port_in_use_is_said(tmp_path):
@@ -340,7 +339,7 @@ def lack_threads():
     ("prepare", "words", "cause"),
     [
         ((), "no state to be had", "ValueError: no state to be had"),
-        ((lack_threads,), "no more threads; raise `ulimit -u`", "can't start new thread"),
+        ((lack_threads,), "no more processes or threads", "can't start new thread"),
     ],
 )
 def test_a_rank_that_fails_while_a_save_begins_ends_the_run_with_its_cause(runs, tmp_path, prepare, words, cause):
