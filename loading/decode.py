@@ -58,6 +58,9 @@ _SAMPLE_KINDS = {2: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
 _BASELINE, _PROGRESSIVE, _START_OF_SCAN, _EXIF, _IGNORED = 0xC0, 0xC2, 0xDA, 0xE1, 0xEF
 _SKIPPED = {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}  # tables, restart interval, comment, applications' segments
 _END_OF_IMAGE = b"\xff\xd9"
+# Segments that Pillow reads (JFIF, ICC profile or list of pictures, Photoshop, Adobe), and the length, of which it
+# refuses a shorter one.
+_READ_BY_PILLOW = {0xE0: 9, 0xE2: 16, 0xED: 2, 0xEE: 9}
 
 
 Box = tuple[int, int, int, int]
@@ -86,26 +89,35 @@ class Frame(NamedTuple):
     margin: int
     num_components: int  # 1 grey, 3 colour; Pillow converts the 4 of CMYK as a whole
     metadata: tuple[int, ...] = ()  # positions of the segments that may hold EXIF data
+    is_doubtful: bool = False  # whether Pillow may refuse a segment that is skipped here
 
 
 def read_frame(payload: bytes) -> Frame | None:
     """Return the frame of a JPEG; None if the file is no JPEG, an unusual one, or truncated."""
     if payload[:2] != b"\xff\xd8":
         return None
-    position, start_of_frame, metadata = 2, 0, []
+    position, start_of_frame, metadata, is_doubtful = 2, 0, [], False
     while position + 4 <= len(payload) and payload[position] == 0xFF:
         marker = payload[position + 1]
         if marker == _START_OF_SCAN:
             frame = _frame(payload, start_of_frame, position) if start_of_frame else None
-            return frame and frame._replace(metadata=tuple(metadata))
+            return frame and frame._replace(metadata=tuple(metadata), is_doubtful=is_doubtful)
         if _BASELINE <= marker <= _PROGRESSIVE and not start_of_frame:
             start_of_frame = position
         elif marker not in _SKIPPED:
             return None
         elif marker == _EXIF:
             metadata.append(position)
-        position += 2 + (payload[position + 2] << 8 | payload[position + 3])
+        length = payload[position + 2] << 8 | payload[position + 3]
+        if marker in _READ_BY_PILLOW:
+            is_doubtful |= _may_be_refused(payload, position, marker, length)
+        position += 2 + length
     return None
+
+
+def _may_be_refused(payload: bytes, position: int, marker: int, length: int) -> bool:
+    is_cut = length < _READ_BY_PILLOW[marker] or payload.startswith(b"8BIM", position + length - 4)  # within a resource
+    return is_cut or payload.startswith(b"MPF\0", position + 4)
 
 
 def _frame(payload: bytes, position: int, scan: int) -> Frame | None:
@@ -215,10 +227,12 @@ def open_image(payload: bytes) -> Image.Image:
         except Image.DecompressionBombError as error:  # its text names another limit
             raise BadImageError(f"it claims far more than {MAX_PIXELS:,} pixels, the most that are decoded") from error
     check_num_pixels(image.height, image.width)
-    if image.format == "TIFF":
-        sides = (image.tag_v2.get(tag, 0) for tag in (TiffImagePlugin.TILELENGTH, TiffImagePlugin.TILEWIDTH))
-        check_num_pixels(*sides, "it claims tiles of")  # tiles are decoded whole, however small the image is
     with _blaming_bytes(0):
+        if image.format == "TIFF":
+            sides = [image.tag_v2.get(tag, 0) for tag in (TiffImagePlugin.TILELENGTH, TiffImagePlugin.TILEWIDTH)]
+            if not all(type(side) is int for side in sides):
+                raise BadImageError(f"the sides of its tiles are no numbers: {str(sides)[:80]}")
+            check_num_pixels(*sides, "it claims tiles of")  # tiles are decoded whole, however small the image is
         grey_bits(image)
     return image
 
@@ -290,7 +304,11 @@ def load_image(payload: bytes, grey_range: Sequence[int] | None = None) -> Image
     image = open_image(payload)
     bits = 16 if re.search(";16[BLN]|'RGB', 65535", str(image.tile)) else 0  # of colours, too
     with _blaming_bytes(image.width * image.height):
+        claimed = image.size
         image.load()
+        if image.size != claimed:  # of a HEIC: the box to decode was drawn from another size
+            sizes = [f"{width} x {height}" for width, height in (claimed, image.size)]
+            raise BadImageError(f"it claims {sizes[0]} pixels, and holds {sizes[1]}")
         image.info["bits"] = bits = grey_bits(image) or bits
         return _scale_grey(image, bits, grey_range) if image.mode[0] == "I" else image
 
@@ -416,7 +434,7 @@ class ImageFile:
     def __init__(self, payload: bytes, how: Decoding = AS_STORED) -> None:
         self.payload, self.how, self.frame = payload, how, read_frame(payload)
         self.orientation = read_orientation(payload) if how.exif else 1
-        if self.frame is None:
+        if self.frame is None or self.frame.is_doubtful:
             size = open_image(payload).size
         else:
             check_num_pixels(self.frame.height, self.frame.width)

@@ -16,6 +16,7 @@ The exit code is 0 if the data set is healthy, 1 if it is not and 2 if the comma
 import argparse
 import hashlib
 import re
+import struct
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -54,10 +55,13 @@ KINDS = {
     "dark": (True, "samples of more than 8 bits use little of their range, so that images are of nearly one tone"),
     "deep": (False, "samples of more than 8 bits, of which the highest 8 are loaded"),
     "alike": (False, "classes whose names look alike: perhaps one class, written in two ways"),
+    "scaled": (False, "an AVIF whose header claims another size than that of its picture, which is scaled to it"),
     "turned": (False, "EXIF says to turn it, as train.py does with --exif, and ImageFolder does not"),
 }
 
 _IMAGES_PER_TASK = 16
+
+_AV1_HEADER = re.compile(rb"\x0a([\x06-\x20])")  # the beginning of a sequence header, and its number of bytes
 
 # The printed report shows this many findings of each kind.
 _SHOWN = 5
@@ -72,9 +76,25 @@ class Inspection(NamedTuple):
     moments: numpy.ndarray | None
 
 
-def oddities(image: Image.Image) -> list[tuple[str, str]]:
-    """Return the harmless oddities of a decoded image."""
+def scaled_from(payload: bytes) -> str:
+    """Return the size of an AVIF's picture by its AV1 header, if that is of the usual form and no `ispe` agrees."""
+    configuration = payload[payload.find(b"av1C") + 5]
+    begin = f"{configuration >> 5:03b}11{configuration & 31:05b}"  # the profile and level of a still picture
+    for match in _AV1_HEADER.finditer(payload, payload.find(b"mdat")):
+        bits = "".join(f"{byte:08b}" for byte in payload[match.end() : match.end() + match[1][0]]).ljust(50, "0")
+        if bits.startswith(begin):
+            middle = 19 + int(bits[10:14], 2)  # the numbers of bits less one, then the sides less one
+            sides = int(bits[18:middle], 2) + 1, int(bits[middle : middle + int(bits[14:18], 2) + 1], 2) + 1
+            is_claimed = b"ispe" + struct.pack(">III", 0, *sides) in payload
+            return "" if is_claimed else f"from {sides[0]} x {sides[1]}"
+    return ""
+
+
+def oddities(image: Image.Image, payload: bytes) -> list[tuple[str, str]]:
+    """Return the harmless oddities of an image and its file's bytes."""
     found = []
+    if image.format == "AVIF" and (words := scaled_from(payload)):
+        found.append(("scaled", words))
     if image.has_transparency_data:
         found.append(("alpha", f"mode {image.mode}"))
     if image.info["bits"]:
@@ -97,7 +117,7 @@ def inspect_images(splits: dict[str, Source], options: Any, images: list[tuple[s
         payload, measured = b"", None
         try:
             payload = retry(partial(splits[split].read, number))
-            found = oddities(image := load_image(payload, options.grey_range))
+            found = oddities(image := load_image(payload, options.grey_range), payload)
             if split == "val" or len(splits) == 1:  # evaluated, as are those of --minival
                 resized_size(image.height, image.width, resize_size)
             image = decode_plainly(payload, None, Decoding(MODES[options.statistics or 3]), image)

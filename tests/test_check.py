@@ -4,6 +4,7 @@ import json
 import random
 import shlex
 import shutil
+import struct
 import tarfile
 from pathlib import Path
 
@@ -93,10 +94,14 @@ def plant(images: Path) -> dict[str, list[str]]:
     Image.new("RGBA", (64, 48)).save(others[0], "PNG")
     Image.fromarray(grey).save(others[1], "PNG")
     Image.new("F", (64, 48)).save(others[2], "TIFF")
+    payload = encoded(image, "AVIF")  # whose header says another size
+    others[3].write_bytes(payload.replace(struct.pack(">II", 64, 48), struct.pack(">II", 16, 16)))
+    others[4].write_bytes(encoded(image.rotate(90), "AVIF"))
     names = [path.name for path in files]
     return {
         "damaged": [*names[1:5], others[2].name], "leak": ["image001.jpg"], "duplicate": [names[9]],
-        "alpha": [others[0].name], "deep": [others[1].name], "turned": [names[7]],
+        "alpha": [others[0].name], "deep": [others[1].name], "scaled": [others[3].name],
+        "turned": [names[7]],
     }  # fmt: skip
 
 
@@ -118,9 +123,10 @@ def test_every_planted_defect_is_found(images, tmp_path, form):
     assert found == planted
     # ImageNet itself has some of these.
     harmless = {finding["kind"] for finding in report["findings"] if not finding["is_problem"]}
-    assert harmless == {"duplicate", "alpha", "deep", "turned"}
+    assert harmless == {"duplicate", "alpha", "deep", "scaled", "turned"}
     reasons = {finding["kind"]: finding["images"][0]["reason"] for finding in report["findings"]}
     assert "truncated" in reasons["damaged"].lower()
+    assert reasons["scaled"] == "from 64 x 48"
     assert "class1/image003.jpg" in reasons["leak"]
     assert reasons["leak"].endswith("another class")
     assert "image008.jpg" in reasons["duplicate"]
