@@ -23,6 +23,7 @@ After an interruption of any kind the same command continues where it stopped.
 
 import argparse
 import csv
+import filecmp
 import functools
 import hashlib
 import io
@@ -216,6 +217,13 @@ def read_truth(files: dict[str, Path], *, has_md5: bool) -> Truth:
         return Truth({row["ImageId"]: row["PredictionString"].split()[0] for row in rows})
 
 
+def is_same(path: Path, content: Callable[[], bytes] | Path) -> bool:
+    """Tell whether a file that an interrupted run left holds its image: after a power cut it may hold zeros."""
+    if not isinstance(content, Path):
+        return path.read_bytes() == content()
+    return path.samefile(content) or filecmp.cmp(path, content, shallow=False)
+
+
 class Split:
     """A split that is being built: in `SPLIT.partial` until all of it is there.
 
@@ -324,7 +332,7 @@ class Split:
             raise UserError(f"{source} holds {image.synset}/{image.file} twice; download it again")
         names.add(image.file)
         target, temporary = folder / image.file, folder / f"{image.file}.tmp"
-        if target.is_file() and target.stat().st_size == image.num_bytes:
+        if target.is_file() and target.stat().st_size == image.num_bytes and is_same(target, image.content):
             return
         temporary.unlink(missing_ok=True)
         if not isinstance(image.content, Path):

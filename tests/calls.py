@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # Which calls change something on the disk, or make a change durable; a kill between two of them is a kill at the first.
-CHANGING = {"open", "write", "truncate", "fsync", "rename", "link", "unlink", "mkdir"}
+CHANGING = {"open", "write", "truncate", "fsync", "sync", "rename", "link", "unlink", "mkdir"}
 
 NEEDS_SPACE = {"open", "write", "link", "mkdir", "rename"}
 
@@ -111,6 +111,8 @@ class Watch:
             name, paths = EVENTS[event], [self.below(arguments[0])]
             if name in ("rename", "link"):
                 paths.append(self.below(arguments[1]))
+            elif name == "list" and isinstance(arguments[0], int):
+                return  # of a folder that was found
             elif name in ("unlink", "mkdir", "list") and os.path.lexists(arguments[0]) == (name == "mkdir"):
                 return  # it fails anyway
             self.meet(name, *paths, **({"offset": arguments[1]} if name == "truncate" else {}))
@@ -123,7 +125,7 @@ class Watch:
             self.meet("open" if is_new or is_truncating else "read", below, is_truncating=is_truncating)
 
     def _wrap_descriptor_calls(self) -> None:
-        fsync, pwrite = os.fsync, os.pwrite
+        fsync, pwrite, sync = os.fsync, os.pwrite, os.sync
 
         def heard_fsync(descriptor: int) -> None:
             self.meet("fsync", self.below(descriptor))
@@ -133,7 +135,11 @@ class Watch:
             is_half = self.meet("write", self.below(descriptor), offset=offset, content=bytes(content))
             return pwrite(descriptor, content[: len(content) // 2] if is_half else content, offset)
 
-        os.fsync, os.pwrite = heard_fsync, heard_pwrite
+        def heard_sync() -> None:
+            self.meet("sync", "")
+            sync()
+
+        os.fsync, os.pwrite, os.sync = heard_fsync, heard_pwrite, heard_sync
 
     def _wrap_open(self) -> None:
         real, watch = builtins.open, self

@@ -29,12 +29,12 @@ class NameChange(NamedTuple):
     """What one call does to the names in a folder."""
 
     removed: tuple[str, ...] = ()
-    added: tuple[tuple[str, int], ...] = ()  # path and node
+    added: tuple[tuple[str, int], ...] = ()  # path and node, then those in a folder that is renamed
 
     @property
     def folders(self) -> set[str]:
         """Return the folders that must be synced for it to be durable."""
-        return {os.path.dirname(path) or "." for path in (*self.removed, *(path for path, _ in self.added))}
+        return {os.path.dirname(path) or "." for path in (*self.removed, *(path for path, _ in self.added[:1]))}
 
     def apply(self, names: dict[str, int]) -> None:
         for path in self.removed:
@@ -99,17 +99,23 @@ class Disk:
         elif call.name == "link":
             self._change(NameChange(added=((last, node),)))
         elif call.name == "rename" and node != self.now.get(last):  # otherwise POSIX leaves both
-            assert node != FOLDER, "renaming folders"
-            self._change(NameChange(removed=(path,), added=((last, node),)))
-        elif call.name == "fsync":
+            self._change(NameChange(removed=(path,), added=((last, node), *self._moved(path, last))))
+        elif call.name in ("fsync", "sync"):
             self._sync(path, node)
 
     def _change(self, change: NameChange) -> None:
         self.pending.append(change)
         change.apply(self.now)
 
+    def _moved(self, path: str, target: str) -> list[tuple[str, int]]:
+        return [(target + each[len(path) :], node) for each, node in self.now.items() if each.startswith(f"{path}/")]
+
     def _sync(self, path: str, node: int | None) -> None:
-        if node == FOLDER:
+        if not path:  # all disks
+            self.durable, self.pending = dict(self.now), []
+            for file in self.files.values():
+                file.durable = file.now
+        elif node == FOLDER:
             for change in self.pending:
                 if change.folders == {path}:
                     change.apply(self.durable)
