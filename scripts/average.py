@@ -46,6 +46,7 @@ from scripts.trained import (
     add_machine_options,
     add_options,
     build_trained,
+    choose_extensions,
     read_weights,
     show_preprocessing,
     tool_options,
@@ -144,7 +145,8 @@ def with_new_statistics(weights: Weights, options: argparse.Namespace) -> tuple[
         raise UserError(f"{source}: {trained.args.model} has no BatchNorm; leave out --reestimate-bn")
     args = tool_options(trained, options)
     root = Path(options.reestimate_bn) / "train"
-    images = IndexedImageFolder(root, trained.preset, source=open_source(root, args.multi_label, options.extensions))
+    extensions = choose_extensions(trained, options.extensions)
+    images = IndexedImageFolder(root, trained.preset, source=open_source(root, args.multi_label, extensions))
     chosen = choose_images(len(images), options.images, args.batch_size)
     device = set_up_device(args)
     model = move_to_device(trained.model, args, device)
@@ -200,7 +202,7 @@ def main() -> None:
     parser.add_argument("--output", metavar="FILE", type=output_file(), required=True, help="the file to write")
     text = "re-estimate BatchNorm's statistics on its train/; as train.py's --data-path"
     parser.add_argument("--reestimate-bn", metavar="DATA_PATH", type=as_path, help=text)
-    add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
+    add_train_option(parser, "extensions", "further extensions of images in folders and tars (default: as in training)")
     text = "how many training images (default: 16,384)"
     parser.add_argument("--images", metavar="N", type=positive, default=16384, help=text)
     add_machine_options(parser)

@@ -61,7 +61,15 @@ from models.build import FlipAverage, autocast, move_to_device, set_up_device, s
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from scripts.report import draw_confusion, page, saved, show_images, table
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
-from scripts.trained import Trained, add_machine_options, add_options, check_finite, open_from_options, tool_options
+from scripts.trained import (
+    Trained,
+    add_machine_options,
+    add_options,
+    check_finite,
+    choose_extensions,
+    open_from_options,
+    tool_options,
+)
 
 PROG = "python -m scripts.evaluate"
 
@@ -345,7 +353,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     text = "evaluate --set minival=DIR/train only on the images that training with this --minival held out"
     add_train_option(parser, "minival", text)
     add_train_option(parser, "minival_fold", "the fold of --minival (default: 0)")
-    add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")
+    add_train_option(parser, "extensions", "further extensions of images in folders and tars (default: as in training)")
     add("--html", metavar="FILE", type=output_file(".html"), help="show mistakes and classes in a page")
     text = "count true and predicted classes in FILE.csv, or in a picture, a FILE.png that is not there yet"
     add("--confusion", metavar="FILE", type=output_file(".csv"), help=text)
@@ -384,9 +392,9 @@ def open_sets(
     part = options.minival, options.minival_fold or 0
     if options.minival is not None and not holds_out(trained.trained_with, *part):
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
-    sets = []
+    sets, extensions = [], choose_extensions(trained, options.extensions)
     for text in options.sets:
-        name, source = open_named("--set", text, trained.args.multi_label, options.extensions)
+        name, source = open_named("--set", text, trained.args.multi_label, extensions)
         if name == "minival":
             source, _ = data.hold_out(source, *part)
         elif os.path.realpath(source.root) == os.path.realpath(f"{trained.trained_with.get('data_path')}/train"):

@@ -26,7 +26,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -66,18 +66,21 @@ class Prediction(NamedTuple):
         return {"file": self.file, **top[0], "top": top}
 
 
-def find_images(path: Path) -> Iterable[tuple[Path, str | None]]:
-    """Return images, with the class that a list gives: a file, those of a list, or all below a folder, sorted."""
+def find_images(path: Path, more: Sequence[str] | None) -> Iterable[tuple[Path, str | None]]:
+    """Return images, with the class that a list gives: a file, those of a list, or all below a folder, sorted.
+
+    `more` are further extensions of the images in folders.
+    """
     if not path.is_dir():
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; give images, or folders of them")
         return _listed_in(path) if path.suffix in SEPARATORS else [(path, None)]
-    found = []
+    found, extensions = [], (*_EXTENSIONS, *(more or ()))
     for folder, folders, names in os.walk(path):
         folders.sort()
-        found += [(Path(folder) / name, None) for name in sorted(names) if name.lower().endswith(_EXTENSIONS)]
+        found += [(Path(folder) / name, None) for name in sorted(names) if name.lower().endswith(extensions)]
     if not found:
-        raise UserError(f"{path} holds no images ({' '.join(_EXTENSIONS)})")
+        raise UserError(f"{path} holds no images ({' '.join(extensions)})")
     return found
 
 
@@ -191,10 +194,10 @@ def write_page(
 def predict(options: argparse.Namespace) -> int:
     """Print the classes of the images, and return the exit code."""
     with clean_stdout() as stdout:
-        images = [image for path in options.images for image in find_images(path)]
+        trained = open_from_options(options, is_predicting=True)
+        images = [image for path in options.images for image in find_images(path, trained.args.extensions)]
         if not images:
             raise UserError("no images: the lists name none")
-        trained = open_from_options(options, is_predicting=True)
         is_multi_label = bool(trained.args.multi_label)
         truths = [truth for _, truth in images]
         truths = truths if is_multi_label else find_truths(images, dict.fromkeys(trained.classes or ()))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from checkpointing.published import fetch_by_name, preprocessing_line
 from checkpointing.weights import Weights, load_weights
-from errors import UserError, in_one_line, is_printable, require_package
+from errors import UserError, in_one_line, is_printable, one_line, require_package
 from files import read_json
 from loading.loader import check_workers
 from models.trained import build_evaluated
@@ -135,6 +135,13 @@ def open_from_options(options: argparse.Namespace, *, is_predicting: bool = Fals
         trained = open_trained(options.checkpoint, model=options.model, is_average=options.ema, given=given)
     show_preprocessing(trained)
     return trained
+
+
+def choose_extensions(trained: Trained, given: list[str] | None) -> list[str] | None:
+    """Return `--extensions`, by default those of the training, and print these: they decide which images there are."""
+    if given is None and trained.args.extensions:
+        print(one_line(f"--extensions {' '.join(trained.args.extensions)}: as in the checkpoint"))
+    return given or trained.args.extensions
 
 
 def check_finite(logits: Tensor, source: str) -> None:

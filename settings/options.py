@@ -265,7 +265,7 @@ OPTIONS = {
         Option("--backend", type=str.lower, choices=["pil", "tensor"], is_of_checkpoint=True, not_with="synthetic",
                help="pil: exactly the pixels of Pillow's resize, torchvision's default; tensor: exactly those of "
                     "torchvision's tensor resize (default: a fast decoder, usually within one grey level of pil)"),
-        Option("--extensions", metavar=".EXT", type=str.lower, nargs="+", not_with="synthetic",
+        Option("--extensions", metavar=".EXT", type=str.lower, nargs="+", is_of_checkpoint=True, not_with="synthetic",
                help="further extensions of the images in folders and tars, such as .avif .heic (default: those of "
                     "torchvision's ImageFolder); lists and predictions take .avif and .heic anyway"),
         Option("--exif", default=False, is_of_checkpoint=True, not_with="synthetic",

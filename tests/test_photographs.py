@@ -1,6 +1,7 @@
 """Photographs as phones and scanners make them: Pillow's `exif_transpose`, timm's transforms and NumPy are oracles."""
 
 import io
+import json
 import sys
 
 import numpy
@@ -268,3 +269,27 @@ def test_a_range_the_wrong_way_round_is_refused(tmp_path, tool):
 def test_a_crop_mode_that_is_none_is_refused(preset):
     with pytest.raises(ValueError, match="crop_mode 'corner': expected"):
         preset(crop_size=32, crop_mode="corner")
+
+
+def test_the_extensions_of_the_training_are_those_of_every_evaluation(tmp_path):
+    """`--extensions` of a checkpoint decides which images there are, as its preprocessing decides their pixels."""
+    folder = write_phone_folder(tmp_path / "images")
+    for path in folder.glob("*/class1/image003.jpg"):
+        path.rename(path.with_suffix(".jfif"))
+    picture().save(folder / "val" / "class0" / "z.heic")
+    num_images = len(list((folder / "val").rglob("*.*")))
+    argv = ["--data-path", folder, "--device", "cpu", "--workers", 0]
+    trained = [*SMALL, "--batch-size", 4, "--epochs", 1, "--extensions", ".heic", ".jfif"]
+    run_train(tmp_path, *argv, *trained, "--output-dir", tmp_path / "out").check()
+    checkpoint = tmp_path / "out" / "checkpoint.pth"
+    tested = run_train(tmp_path, *argv, "--test-only", "--resume", checkpoint).check().output
+    assert f"n={num_images}" in tested
+    evaluated = "--set", f"val={folder / 'val'}", "--json", tmp_path / "results.json", "--device", "cpu"
+    _, said = run_tool(tmp_path, "evaluate", checkpoint, *evaluated)
+    assert json.loads((tmp_path / "results.json").read_text())["sets"]["val"]["images"] == num_images
+    assert "--extensions .heic .jfif: as in the checkpoint" in said
+    _, said = run_tool(tmp_path, "predict", checkpoint, folder / "val", "--json", "--device", "cpu")
+    assert len(json.loads(said)["images"]) == num_images
+    averaged = "--output", tmp_path / "mean.pth", "--reestimate-bn", folder, "--images", 8, "--device", "cpu"
+    _, said = run_tool(tmp_path, "average", checkpoint, *averaged)
+    assert "--extensions .heic .jfif: as in the checkpoint" in said
