@@ -21,6 +21,7 @@ import transforms
 from checkpointing.published import choose_published_options, is_stored
 from distributed import collectives
 from distributed.launch import read_launch
+from distributed.signals import at_end
 from distributed.watch import watchdog
 from errors import BadImageError, ImageError, UserError, counted, in_one_line, one_line
 from files import read_bytes, retry
@@ -370,6 +371,7 @@ def start_loading(args: Resolved) -> Loading:
     if is_remote(args.data_path) and not args.test_only and read_launch().local_rank == 0:
         splits = ["train"] if args.minival else ["train", "val"]
         dataset.filler = start_filling({"url": args.data_path, "splits": splits, **remote_options(args)})
+        at_end(dataset.filler.communicate)  # which closes its standard input, and so ends it
     more = build_more_sets(args, dataset_test)
     loaded = dict(zip(["train", config.evaluated_set(args), *more], [*sets, *more.values()], strict=True))
     for name, each in loaded.items():

@@ -109,7 +109,7 @@ def say(line: str) -> None:
         os.write(2, f"{line}\n".encode(errors="backslashreplace"))
 
 
-_WARNED = set()
+WARNED = set()
 
 
 def attempt(trouble: str, work: Callable[..., Any], *args: Any) -> bool:
@@ -120,8 +120,8 @@ def attempt(trouble: str, work: Callable[..., Any], *args: Any) -> bool:
     try:
         work(*args)
     except (Exception, SystemExit) as error:  # of any library, or of code of the user's own
-        if trouble not in _WARNED:
-            _WARNED.add(trouble)
+        if trouble not in WARNED:
+            WARNED.add(trouble)
             reason = (str(getattr(error, "strerror", None) or error).splitlines() or [""])[0]
             kind = "" if reason and isinstance(error, OSError) else f"{type(error).__name__}: "
             print(f"warning: {trouble}: {kind}{reason}; training continues")

@@ -25,7 +25,7 @@ from data import load_data
 from distributed import collectives
 from distributed.decision import StepDecisions
 from distributed.launch import read_launch
-from distributed.signals import follow_agent, lent_signals, start_signal_handling
+from distributed.signals import follow_agent, lent_process, start_signal_handling
 from errors import PreemptedError, UserError, end_by, end_process
 from metrics import Accuracy, Tally, build_metrics, check_count, image_numbers, result_line
 from models import build, gradients, optim
@@ -244,7 +244,7 @@ def find_checkpoint(args, manager):
     return args, state
 
 
-@lent_signals()
+@lent_process()
 def main(args):
     """Train or, with `--test-only`, evaluate; UserError for unusable input. Collective: every rank must call it."""
     args, notes = resolve(args)

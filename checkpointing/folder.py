@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 from checkpointing.archive import Found, find_bad_record, read_checkpoint
 from checkpointing.checkpoint import BEST_NAMES, RunState
 from distributed.launch import read_launch
+from distributed.signals import at_end
 from distributed.watch import watchdog
 from errors import StorageError, UserError, counted
 from files import explain_failure, lock_file, make_folder, read_bytes, retry_read, sync_folder, write_atomically
@@ -80,7 +81,7 @@ class CheckpointFolder:
     # A start
 
     def acquire(self) -> None:
-        """Create the folder and lock it against other runs until this process ends; print a line if it has no locks.
+        """Create the folder and lock it against other runs until the run ends; print a line if it has no locks.
 
         Nothing else may open `.lock`, and nothing deletes it: one process could lock a deleted file while another
         creates a new one.
@@ -107,6 +108,7 @@ class CheckpointFolder:
                     raise
                 print(f"{self.folder}: this file system has no locks; make sure that no other run writes to it")
                 return
+        at_end(os.close, descriptor)
         job = read_launch().job
         me = f"host {socket.gethostname()}, pid {os.getpid()}, {f'Slurm job {job}, ' if job else ''}"
         with suppress(OSError):  # on a full disk the lock holds without a name

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from distributed.joining import Meeting
 from distributed.launch import Launch, read_launch
+from distributed.signals import at_end
 from distributed.watch import watchdog
 from errors import PreemptedError, UserError, counted, escaped
 
@@ -240,6 +241,7 @@ def join_processes(args: Any) -> None:
             (minutes); from now on the process is watched for the latter.
     """
     watchdog.start(60 * getattr(args, "stall_timeout", 0.0))
+    at_end(watchdog.stop)
     if torch.device(args.device).type != "cpu":
         torch.accelerator.set_device_index(args.gpu)
     if not args.distributed:

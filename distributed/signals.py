@@ -1,5 +1,6 @@
 """Signal handling, and the start of the script before torch is imported."""
 
+import builtins
 import ctypes
 import faulthandler
 import gc
@@ -11,12 +12,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from os.path import dirname
 from types import FrameType
+from typing import Any
 
 from distributed.launch import read_launch
-from errors import UserError, say
+from errors import WARNED, UserError, say
 
 # SIGHUP and SIGQUIT come from a terminal that is closed or from its quit key; torchrun passes them on.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -63,6 +67,8 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A terminal's Ctrl-C comes twice under torchrun: from the terminal and from the agent.
         if number == self.number == signal.SIGINT and not read_launch().is_torchrun:
+            if began_s is None:  # a notebook's process goes on
+                raise KeyboardInterrupt
             say("train.py: error: interrupted; --resume auto resumes from the last checkpoint")
             os._exit(1)
         is_first, self.number = not self.number, self.number or number  # before `say`, which a signal may interrupt
@@ -80,20 +86,79 @@ def is_stop_asked() -> bool:
     return _signals is not None and _signals.is_asked[0] == 1
 
 
-@contextmanager
-def lent_signals() -> Iterator[None]:
-    """Handle signals for `main` only, in a process that the script did not begin, such as a notebook's."""
-    global _signals  # noqa: PLW0603
-    try:
-        yield
-    finally:
-        if began_s is None and _signals is not None:
-            _signals.restore()
-            _signals = None
-        if began_s is None:
-            from distributed.watch import watchdog  # not above: it takes time, and the script begins with this module
+_end: ExitStack | None = None  # of the run that `main` is in, in a process that goes on after it
 
-            watchdog.stop()
+
+def at_end(work: Callable[..., Any], *args: Any) -> None:
+    """Have work done at the end of `main`, the last first: never in the script, and without a `main` around."""
+    if _end is not None:
+        _end.callback(work, *args)
+
+
+@contextmanager
+def lent_process() -> Iterator[None]:
+    """Begin a run as in a fresh process, and leave this one as it was, such as a notebook's; the script's own ends.
+
+    Settings that the run or code of the user's own may change come back, and results that functions keep are forgotten.
+    By `at_end` so do the loader processes, modules of the user's own, log.txt and the lock of the folder.
+    """
+    global _end  # noqa: PLW0603
+    with ExitStack() as stack:
+        if began_s is None:
+            _end = stack
+            stack.callback(_return_signals)
+            _keep_settings(stack)
+            stack.callback(_clear_caches)
+            _clear_caches()
+        yield
+
+
+def _return_signals() -> None:
+    global _signals, _end  # noqa: PLW0603
+    if _signals is not None:
+        _signals.restore()
+    _signals = _end = None
+
+
+def _clear_caches() -> None:
+    """Forget the warnings that were printed, and the results of every cached function of this project."""
+    WARNED.clear()
+    files = [(module, getattr(module, "__file__", None) or "") for module in sys.modules.values()]
+    for module in [module for module, file in files if dirname(dirname(file)) == dirname(dirname(__file__))]:
+        for function in [each for each in vars(module).values() if hasattr(each, "cache_clear")]:
+            function.cache_clear()
+
+
+def _keep_settings(stack: ExitStack) -> None:
+    """Let the stack restore the settings of Python and torch that a run, or code of the user's own, may change."""
+    import random  # not above: the script handles signals before it imports more than it must
+
+    import numpy
+    import torch
+
+    cudnn, fill = torch.backends.cudnn, torch.utils.deterministic
+    flags = [(builtins, "print"), (cudnn, "benchmark"), (cudnn, "deterministic"), (fill, "fill_uninitialized_memory")]
+    for owner, name in flags:
+        stack.callback(setattr, owner, name, getattr(owner, name))
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    mode = torch.are_deterministic_algorithms_enabled()
+    stack.callback(torch.use_deterministic_algorithms, mode, warn_only=warn_only)
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+    stack.callback(gc.enable if gc.isenabled() else gc.disable)
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(numpy.random.set_state, numpy.random.get_state())
+    stack.callback(torch.set_rng_state, torch.get_rng_state())
+    tf32 = partial(getattr, cudnn, "allow_tf32"), partial(setattr, cudnn, "allow_tf32")
+    for read, write in (tf32, (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)):
+        with suppress(RuntimeError):  # torch does not read one that was set by its newer names
+            stack.callback(_restore, read, write, read())
+
+
+def _restore(read: Callable[[], Any], write: Callable[[Any], None], value: Any) -> None:
+    """Set a value only if it has changed: torch would take the older of its names from then on."""
+    if read() != value:
+        write(value)
 
 
 def begin_script() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
 from distributed.collectives import count_cores
-from distributed.signals import start_worker
+from distributed.signals import at_end, start_worker
 from errors import StorageError, UserError
 from loading.decode import use_torchcodec
 
@@ -172,6 +172,7 @@ class BatchLoader:
             collate_fn=tuple,  # a batch is one already
             worker_init_fn=start_loader,
         )
+        at_end(self.close)
 
     def sharing_workers(self, dataset: Dataset) -> "BatchLoader":
         """Return a loader of another set that shares the processes of this one: only one of them loads at a time.
@@ -201,6 +202,11 @@ class BatchLoader:
                 "the limits: `ulimit -n`, `ulimit -u`, the size of /dev/shm",
                 exit_code=2,
             ) from error
+
+    def close(self) -> None:
+        """End the processes, if any, which the frames of an error would keep alive in a notebook."""
+        if self.loader._iterator is not None:
+            self.loader._iterator._shutdown_workers()
 
     @property
     def batch_sampler(self) -> Iterable[list[int]]:

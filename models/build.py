@@ -17,6 +17,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from distributed.signals import at_end
 from distributed.watch import watchdog
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
 from files import own_temporary_folder
@@ -514,6 +515,7 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     num_graphs = (args.train_crop_size - smallest) // 32 + 3 + 2 * 2
     dynamo = importlib.import_module("torch._dynamo.config")
     dynamo.recompile_limit = max(dynamo.recompile_limit, num_graphs)
+    at_end(torch.compiler.reset)  # graphs of this run would count against the limit in the next one
     # The masks of dropout and stochastic depth are those of an uncompiled model.
     importlib.import_module("torch._inductor.config").fallback_random = True
     caches = importlib.import_module("torch._inductor.runtime.cache_dir_utils")

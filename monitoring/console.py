@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from checkpointing.checkpoint import RunState
+from distributed.signals import at_end
 from errors import attempt, counted, one_line
 from files import open_regular
 from settings.custom_code import own_code
@@ -56,6 +57,7 @@ class LogFile:
         """Keep what is printed from now on."""
         self.close()
         self.__init__()
+        at_end(self.close)
         self._streams.enter_context(redirect_stdout(_Tee(sys.stdout, self.add)))
         self._streams.enter_context(redirect_stderr(_Tee(sys.stderr, self.add)))
 

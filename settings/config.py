@@ -404,7 +404,7 @@ def resolve(
         UserError: the first option that cannot be used.
     """
     if isinstance(given, Parsed):
-        return given
+        return given.replaced(code=_hash_own(vars(given)))  # a file may have changed since
     values, preset = _choose_loss(vars(given), vars(given) if typed is None else typed), options.defaults()
     values = {name: options.expand_home(name, value) for name, value in values.items()}
     is_sparse = not preset.keys() <= values.keys()
@@ -412,8 +412,6 @@ def resolve(
         raise UserError(f"--recipe {given.recipe}: the parser alone reads no recipe; call config.parse_args instead")
     names = sorted(name for name in values.keys() & preset if is_sparse or values[name] != preset[name])
     typed, values = names if typed is None else typed, preset | values
-    own = own_code(values)
-    weights = [(name, values[name]) for name in ("class_weights", "teacher") if os.path.isfile(values[name] or "")]
     values |= {
         "given": names,
         "reference_global_batch": values["lr_scaling_batch"] or reference_global_batch,
@@ -424,8 +422,8 @@ def resolve(
         "best_metric": "map" if values["multi_label"] and "best_metric" not in names else values["best_metric"],
         "typed": sorted(typed),
         # Code runs only from a file that the command line names: see `custom_code.load_function`.
-        "trusted": [text for name, text in own if name in typed],
-        "code": hash_code([*own, *weights]),
+        "trusted": [text for name, text in own_code(values) if name in typed],
+        "code": _hash_own(values),
     }
     args = Parsed(**values)
     if args.list_recipes is None:
@@ -435,6 +433,12 @@ def resolve(
             if option.is_strict and (why := option.why_idle(checked)).startswith("without"):
                 raise UserError(f"{option.flag} has no effect {why}; give that too, or remove {option.flag}")
     return args
+
+
+def _hash_own(values: dict[str, Any]) -> str:
+    """Return the hashes of the files that options name and that change numbers."""
+    weights = [(name, values[name]) for name in ("class_weights", "teacher") if os.path.isfile(values[name] or "")]
+    return hash_code([*own_code(values), *weights])
 
 
 def _choose_loss(values: dict[str, Any], typed: Collection[str]) -> dict[str, Any]:

@@ -6,13 +6,15 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from distributed.signals import at_end
 from errors import UserError, did_you_mean
 from files import open_to_read
 from settings.choices import TABLES
@@ -90,7 +92,7 @@ def load_function(option: str, args: Any, value: str | None = None) -> Callable[
     if not Path(path).is_file():
         raise UserError(f"{flag} {value}: no such file; give FILE.py:FUNCTION")
     try:
-        module = _run_file(os.path.realpath(path))
+        module = _run_file(os.path.realpath(path), hash_code([("", path)]))
         function = getattr(module, name, None)
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
@@ -103,15 +105,44 @@ def load_function(option: str, args: Any, value: str | None = None) -> Callable[
     return function
 
 
+_imported: dict[str, str] = {}  # the hash of each module of an own folder that files which were run import
+
+
 @cache
-def _run_file(path: str) -> ModuleType:
-    """Run a Python file, once in this process, and return its module."""
+def _run_file(path: str, code: str) -> ModuleType:
+    """Run a Python file, once in a run for each content, and return its module.
+
+    `code` is the result of `hash_code` for it. It imports the modules of its folder as they are now, even if this
+    process has imported them before: their state, too, is that of a fresh process.
+    """
+    hashes = dict(each.rpartition(" ")[::2] for each in code.split(", ")[1:])
+    if any(_imported.get(name, text) != text for name, text in hashes.items()):
+        _forget()
+    at_end(sys.modules.update, _remove(hashes.keys() - _imported.keys()))
+    at_end(_forget)
+    _imported.update(hashes)
+    for file in [path, *chain(*_find_modules(path).values())]:
+        with suppress(OSError):  # Python takes two contents of one second and size for the same
+            os.remove(importlib.util.cache_from_source(file))
     spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.append(str(Path(path).parent))  # behind our own modules
+    folder = str(Path(path).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # behind our own modules
+        at_end(sys.path.remove, folder)
     spec.loader.exec_module(module)
     return module
+
+
+def _forget() -> None:
+    _remove(_imported.keys())
+    _imported.clear()
+
+
+def _remove(names: Collection[str]) -> dict[str, ModuleType]:
+    """Return the modules of these names, and those inside them, which are imported no longer."""
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}
 
 
 def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:

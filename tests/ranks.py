@@ -239,6 +239,7 @@ def train_rank(argv: list[str], faults: list[tuple] = (), prepare: tuple = ()) -
     arguments...), is called first in each rank.
     """
     import train
+    from distributed import signals
 
     if prepare:
         prepare[0](*prepare[1:])
@@ -247,6 +248,7 @@ def train_rank(argv: list[str], faults: list[tuple] = (), prepare: tuple = ()) -
         if fault_rank == rank:
             strike_at(*fault)
     sys.argv = ["train.py", *argv]
+    signals.began_s = time.monotonic()  # as the script, whose process ends with it
     train.cli()
 
 
