@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import zlib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -47,9 +48,16 @@ def describe_environment(args: Any) -> dict[str, Any]:
         "decoder": f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}",
         "python": platform.python_version(),
         "revision": describe_revision(Path(__file__).parent.parent),
+        "source": hash_project(Path(__file__).parent.parent),
         "threads": torch.get_num_threads(),
         "world_size": args.world_size,
     }
+    # Of PNG, BMP and PPM, which lose nothing, every decoder makes the same pixels.
+    found |= {name: features.version(name) for name in ("avif", "libtiff", "webp") if features.check(name)}
+    with suppress(ImportError):
+        import pillow_heif  # optional
+
+        found["heif"] = f"pillow-heif {pillow_heif.__version__} libheif {pillow_heif.libheif_version()}"
     if codec := fast_decoder(args):
         found["decoder"] = f"torchcodec {codec}, {found['decoder']}"
     with suppress(PackageNotFoundError):
@@ -69,7 +77,7 @@ def describe_processor() -> str:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return f"{len(os.sched_getaffinity(0))} cores of {name}"
+        return f"{collectives.count_cores()} cores of {name}"
     return platform.processor() or platform.machine()
 
 
@@ -86,6 +94,16 @@ def describe_revision(folder: Path) -> str | None:
     commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), None)
     is_dirty = any(not line.startswith("# ") for line in lines)
     return f"{commit}-dirty" if commit and is_dirty else commit
+
+
+def hash_project(folder: Path) -> str:
+    """Return a hash of the project's own files, without tests and tools: an image has no git to tell its revision."""
+    packages = [each.parent for each in folder.glob("*/__init__.py") if each.parent.name not in ("scripts", "tests")]
+    # At the top may lie files of the user's own.
+    files = [path for path in folder.glob("*.py") if path.stem in ("train", *sys.modules)]
+    files += [path for package in packages for path in package.glob("*.py")]
+    contents = [f"{path.relative_to(folder)} ".encode() + path.read_bytes() for path in sorted(files)]
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 def run_facts(args: Any, train: Any, val: Any, more: dict[str, Any] | None = None) -> dict:

@@ -1,14 +1,19 @@
 """What a resumed run may change."""
 
+import re
+import shutil
 import types
 from contextlib import nullcontext
 
 import pytest
 
+import train  # noqa: F401
 from checkpointing import guard
 from errors import UserError
+from loading.decode import FORMATS
 from settings import config, options
 from settings.options import BY_NAME
+from tests.ranks import REPOSITORY
 
 FREE = {name for name, option in BY_NAME.items() if option.resume in (options.FREE, options.SILENT)}
 BITS = ["--use-deterministic-algorithms"]
@@ -102,6 +107,8 @@ PRINTED = {
     "allowed": (["--epochs", 10, "--model-ema"], ALLOWED, {}, ["changed as --allow-change says: epochs 10 in the"]),
     "processes": ([], [], {"world_size": 4, "threads": 99}, ["options that changed: world-size 4 in the checkpoint"]),
     "versions": ([], [], {"torch": "2.11.0", "cpu": "ABACUS"}, ["versions that changed: torch 2.11.0 in"]),
+    "decoders": ([], [], {"heif": "pillow-heif 1.0 libheif 1.17", "webp": "0.9"}, ["versions that changed: "]),
+    "other code": ([], [], {"source": "0" * 16}, ["versions that changed: source 0000000000000000 in the checkpoint"]),
     "another GPU": (["--device", "cuda:1"], ["--device", "cuda:0"], {}, []),
     "device": ([*BITS, "--device", "cuda"], BITS, {}, ["options that changed: device cuda", "versions that changed"]),
 }  # fmt: skip
@@ -157,3 +164,53 @@ def test_sizes_are_compared_within_a_form_and_times_within_a_path(there, here, o
     with pytest.raises(UserError, match=words) if outcome == "refused" else nullcontext():
         guard.check_data(state, parse("--resume", "auto"), *ours)
     assert ("data of val: /data " in capsys.readouterr().out) == (outcome == "printed")
+
+
+# The modules that make the pixels of each format, and what they say of themselves; PNG, BMP and PPM lose nothing.
+LIBRARIES = {
+    "JPEG": [("PIL._imaging", "libjpeg_turbo_version"), ("torchcodec", "__version__")],
+    "TIFF": [("PIL._imaging", "libtiff_version")],
+    "WEBP": [("PIL._webp", "webpdecoder_version")],
+    "AVIF": [("PIL._avif", "libavif_version")],
+    "HEIF": [("pillow_heif", "__version__"), ("_pillow_heif", "get_lib_info")],
+    "PNG": [("PIL", "__version__")],
+    "BMP": [("PIL", "__version__")],
+    "PPM": [("PIL", "__version__")],
+}
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "HEIF"])
+def test_the_version_of_whatever_makes_pixels_is_recorded(kind):
+    args = parse("--workers", 1)
+    known = " ".join(map(str, guard.describe_environment(args).values()))
+    for module, name in LIBRARIES[kind]:
+        if module == "torchcodec" and not config.find_torchcodec():
+            continue
+        found = getattr(pytest.importorskip(module), name)
+        found = found()["libheif"] if callable(found) else found
+        assert re.search(r"\d+\.\d+[.\d]*", str(found))[0] in known
+
+
+def test_an_older_checkpoint_that_names_fewer_decoders_resumes_without_a_word(capsys):
+    state = state_of(parse())
+    for name in ("heif", "avif", "webp", "libtiff", "source"):
+        state["environment"].pop(name, None)
+    guard.check_options(state, parse("--resume", "auto"))
+    assert capsys.readouterr().out == ""
+
+
+def test_the_hash_of_the_project_is_that_of_its_code_wherever_it_lies(tmp_path):
+    for folder in ("checkpointing", "distributed", "loading", "models", "monitoring", "scripts", "settings", "."):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for path in (REPOSITORY / folder).glob("*.py"):
+            shutil.copy(path, tmp_path / folder)
+    ours = guard.hash_project(REPOSITORY)
+    for name in ("mine.py", "scripts/report.py", "runs/x.py"):  # a user's own, and a tool
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    assert guard.hash_project(tmp_path) == ours
+    for name in ("train.py", "data.py", "models/ema.py"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text.replace("def ", "def  ", 1))
+        assert guard.hash_project(tmp_path) != ours
+        (tmp_path / name).write_text(text)
