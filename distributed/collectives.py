@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -178,9 +179,24 @@ def read_rank(world_size: int, dist_url: str) -> Launch:
     return launch
 
 
-def count_cores() -> int:
-    """Return the cores that this process may use, which in a container or a job are fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def count_cores(root: Path = Path("/")) -> int:
+    """Return the cores that this process may use, which in a container or a job are fewer than the machine's.
+
+    The smaller of those that it may run on, and of those whose time a control group grants it (`docker --cpus`,
+    `limits.cpu` of Kubernetes), rounded up. `root` is where the system's files are.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    groups = root / "proc/self/cgroup"  # of Linux
+    text = groups.read_text() if groups.exists() else ""
+    # Of version 1 the controllers are mounted apart, of version 2 together, and their names are empty.
+    for controllers, path in re.findall(r"^\d+:((?:[^:]*,)?cpu(?:,[^:]*)?|):/(.*)", text, re.MULTILINE):
+        own = root / "sys/fs/cgroup" / ("cpu" if controllers else "") / path
+        names = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
+        for folder in [own, *own.parents]:  # in a container the path may be the host's, of which the end is here
+            with suppress(OSError, ValueError):  # there is none, or it is "max"
+                quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+                cores = min(cores, -(-quota // period)) if quota > 0 else cores
+    return cores
 
 
 def has_fast_bfloat16() -> bool:

@@ -17,6 +17,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from distributed.collectives import count_cores
 from distributed.signals import at_end
 from distributed.watch import watchdog
 from errors import UserError, counted, did_you_mean, find_timm_config, in_one_line, require_timm
@@ -551,12 +552,16 @@ class FlipAverage(nn.Module):
 
 
 def set_up_threads(args: Any) -> None:
-    """Fix the order of sums on the CPU under `--use-deterministic-algorithms`, before anything is computed."""
+    """Fix the order of sums on the CPU under `--use-deterministic-algorithms`, before anything is computed.
+
+    Without it there are as many threads as cores, of which torch does not know the quota of a container.
+    """
+    threads = min(torch.get_num_threads(), count_cores())
     if args.use_deterministic_algorithms:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        if "OMP_NUM_THREADS" not in os.environ:
-            # torchrun's value for several processes; another number of threads sums in another order.
-            torch.set_num_threads(1)
+        threads = 1  # torchrun's value for several processes; another number of threads sums in another order
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads)
 
 
 def set_up_device(args: Any) -> torch.device:
