@@ -3,6 +3,7 @@
 import builtins
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import io
 import mmap
@@ -192,6 +193,11 @@ def start_signal_handling(*, is_training: bool) -> Signals:
         end_with_parent(signal.SIGKILL)
         if os.getppid() != _signals.parent:
             raise UserError("the torchrun that started this process is gone; start again")
+        # In a terminal nohup opens /dev/null as standard input, to write to.
+        is_nohup = began_s is not None and fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+        if is_nohup and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN and read_launch().local_rank == 0:
+            remedy = "setsid torchrun ..., or nohup torchrun --signals-to-handle SIGTERM,SIGINT,SIGQUIT ..."
+            say(f"torchrun overrides nohup: a closed terminal will stop this run; instead start {remedy}, or use tmux")
     return _signals
 
 

@@ -1,6 +1,8 @@
 """docs/launching.md, as far as one machine can try it: shells, options, and what the image holds."""
 
+import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -11,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY, wait_for
+from tests.ranks import REPOSITORY, some_slow, wait_for
+from tests.started import SMALL_PLAIN
 
 PAGE = (REPOSITORY / "docs" / "launching.md").read_text()
 BASH = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
@@ -169,3 +172,33 @@ def test_a_container_that_is_told_to_end_while_it_looks_for_a_gpu_does_not_begin
     container.send_signal(signal.SIGTERM)
     assert container.wait(30) == 1
     assert not (tmp_path / "out.torchrun").exists()
+
+
+NOHUP = {"torchrun": "preempted", "torchrun --signals-to-handle SIGTERM,SIGINT,SIGQUIT": "running"}
+
+
+@pytest.mark.parametrize("command", some_slow(NOHUP, {"torchrun"}))
+def test_a_hang_up_under_nohup_is_survived_as_the_page_says_and_else_the_start_says_so(command, tmp_path):
+    page = " ".join((REPOSITORY / "docs" / "runs.md").read_text().split())
+    assert f"`nohup {[*NOHUP][1]} ...`" in page
+    terminal, stdin = pty.openpty()
+    words = ["--standalone", "--nproc_per_node=2", *command.split()[1:], REPOSITORY / "train.py", *SMALL_PLAIN]
+    words += ["--synthetic", "16", "--batch-size", "8", "--epochs", "99999", "--output-dir", tmp_path / "out"]
+    argv = ["nohup", sys.executable, "-m", "torch.distributed.run", *map(str, words)]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        agent = subprocess.Popen(argv, stdin=stdin, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
+    try:
+        wait_for(lambda: "Epoch: [1]" in log.read_text())
+        agent.send_signal(signal.SIGHUP)
+        epoch = re.findall(r"Epoch: \[(\d+)\]", log.read_text())[-1]
+        if NOHUP[command] == "running":
+            wait_for(lambda: f"Epoch: [{int(epoch) + 20}]" in log.read_text())
+        else:
+            assert agent.wait(60) == 1
+        assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == NOHUP[command]
+        assert log.read_text().count("torchrun overrides nohup") == (NOHUP[command] == "preempted")
+    finally:
+        agent.terminate()
+        agent.wait(60)
+        os.close(terminal), os.close(stdin)
