@@ -98,6 +98,13 @@ def test_a_field_that_is_wrong_or_missing_is_named(field):
             check_schema(state, "it")
 
 
+def test_a_set_smaller_than_a_global_batch_is_a_contradiction():
+    state = state_at(0) | {"epoch": 0}  # of no steps, all are done
+    state["data"]["num_images"] = 7
+    with pytest.raises(UserError, match="a global batch of 8 of 7 images"):
+        check_schema(state, "it")
+
+
 def test_a_value_that_unfolds_to_more_than_memory_is_refused_at_once():
     value = ["x"]
     for _ in range(40):

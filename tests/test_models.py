@@ -32,7 +32,7 @@ from settings import config
 
 def test_the_average_is_torchs_averaged_model():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.PReLU())  # whose weight is one element
     ours = ExponentialMovingAverage(model, decay=0.9)
     theirs = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)
     for _ in range(5):

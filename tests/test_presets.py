@@ -153,6 +153,12 @@ def test_images_of_nearly_the_size_they_are_resized_to_are_torchvisions(resize_s
 SPLITMIX64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
+def test_crops_of_any_size_grow_by_multiples_of_32_from_the_smallest_to_the_largest():
+    """Both ends are as they were given, before, at and after the ramp."""
+    crops = presets.ProgressivePreset(int, smallest=120, largest=170, first=1, last=5)
+    assert [crops.size_at(epoch) for epoch in range(8)] == [120, 120, 128, 160, 160, 170, 170, 170]
+
+
 def test_draws_are_splitmix64s():
     draws = Draws()
     assert [high << 32 | low for high, low in (draws.pair() for _ in SPLITMIX64)] == SPLITMIX64

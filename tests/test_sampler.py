@@ -129,6 +129,7 @@ def test_the_repeated_sampler_for_scripts_is_torchvisions(num_replicas, repetiti
             sampler.set_epoch(epoch)
             expected = torchvisions_repeated(num_images, num_replicas, rank, 5, epoch, repetitions)
             assert list(sampler) == expected
+            assert list(sampler) == expected  # only `set_epoch` moves it
             assert len(sampler) == len(expected)
     keys = list(RASampler(range(512), shuffle=False))  # of one process, without a process group
     assert keys == [image for image in range(171) for _ in range(3)][:512]

@@ -6,11 +6,13 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from files import own_temporary_folder
 from tests.exports import run_tool
 from tests.ranks import REPOSITORY
 from tests.started import SMALL_PLAIN, refused, run_train
@@ -79,6 +81,16 @@ def test_a_living_run_is_told_from_a_stopped_a_killed_and_a_preempted_one(runnin
     time.sleep(1.2)
     stale = told(tmp_path, "--stale", 1, code=1)["a"]
     assert (stale["state"], stale["reason"].endswith("is gone")) == ("stale", True)
+
+
+def test_folders_of_processes_that_are_gone_are_removed_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    for pid in (gone.pid, os.getpid(), os.getppid()):
+        (tmp_path / f"it-{pid}-a").mkdir()
+    own = Path(own_temporary_folder("it")).name
+    assert {path.name for path in tmp_path.iterdir()} == {own, f"it-{os.getpid()}-a", f"it-{os.getppid()}-a"}
 
 
 def test_a_run_that_is_preempted_or_out_of_memory_says_so(running, tmp_path):

@@ -45,6 +45,13 @@ def test_mixup_is_torchvisions_for_the_same_share(share, size):
     assert mixed[1].dtype == torch.float32
 
 
+@pytest.mark.parametrize("mixing", [transforms.RandomMixUp, transforms.RandomCutMix])
+@pytest.mark.parametrize("wrong", [{"alpha": 0.0}, {"alpha": -1.0}, {"num_classes": 0}])
+def test_mixing_without_a_distribution_or_classes_is_refused_when_it_is_built(mixing, wrong):
+    with pytest.raises(ValueError, match="expected numbers above 0"):
+        mixing(**{"num_classes": NUM_CLASSES, **wrong})
+
+
 @pytest.mark.parametrize("box", [(0, 0, 14, 20), (3, 5, 3, 5), (2, 4, 9, 13), (0, 0, 1, 20), (13, 19, 14, 20)])
 def test_cutmix_is_torchvisions_for_the_same_box(box):
     image, target = batch()
