@@ -252,13 +252,15 @@ _TROUBLES = {
 
 
 def explain_failure(error: BaseException, folder: Path, num_bytes: int) -> str | None:
-    """Say in a few words, with numbers, why that many bytes could not be written to a folder; None for other errors."""
+    """Say briefly why that many bytes, 0 if unknown, could not be written to a folder; None for other errors."""
     while not isinstance(error, OSError):  # `torch.save` hides it behind a RuntimeError
         error = error.__cause__ or error.__context__
         if error is None:
             return None
     reason = _TROUBLES.get(error.errno, error.strerror or str(error))
-    space = f"needs {num_bytes / 1e6:.1f} MB, {free_bytes(folder) / 1e6:.1f} MB free"
+    space = f"{free_bytes(folder) / 1e6:.1f} MB free"
+    if num_bytes:
+        space = f"needs {num_bytes / 1e6:.1f} MB, {space}"
     return f"{reason} ({space})" if error.errno in _TROUBLES else f"{reason} in {folder}"
 
 

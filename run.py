@@ -194,16 +194,16 @@ class Run(Steps):
             raise error from cause
 
     def write_description(self) -> None:
-        """Write status.json, run.json, and recipe.toml to repeat the run; UserError if that fails. Rank 0 only."""
+        """Write run.json, recipe.toml to repeat the run, and status.json; UserError if that fails. Rank 0 only."""
         record = {"command": command(), "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
         record["processor"] = describe_processor()
         description = json.dumps({**record, "launch": read_launch().agent, **self.state.facts}, indent=2) + "\n"
         with explained(self.folder):
-            self.status.replace("running")
             for name, text in {"run.json": description, "recipe.toml": config.write_recipe(self.args)}.items():
                 path = self.folder / name
                 if not (self.is_done and path.exists()):  # a finished run keeps its own
                     write_atomically(path, text.encode())
+            self.status.replace("running")  # last: what was refused never ran
 
     def progress(self) -> dict[str, Any]:
         """Return how far the run is, for status.json."""

@@ -158,7 +158,7 @@ class CheckpointManager:
         self._num_failures += 1
         if is_last or self._num_failures > 1:
             which = "the last checkpoint of the run" if is_last else "two checkpoints in a row"
-            raise StorageError(f"{which} could not be saved: {failure}; free some space and give --resume auto")
+            raise StorageError(f"{which} could not be saved: {failure}; make room for it and give --resume auto")
         print(f"warning: {failure}; training continues")
         return False
 
