@@ -122,9 +122,7 @@ def test_saves_without_room_cost_no_good_file_and_a_resumed_run_has_the_same_bit
 
 @pytest.mark.parametrize("undisturbed", ["small"], indirect=True)
 @pytest.mark.parametrize(("kind", "code", "state"), [("ulimit -f", 2, "refused"), ("a full file system", 1, None)])
-def test_a_start_without_room_is_refused_in_one_line_and_is_no_running_run(
-    undisturbed, request, tmp_path, kind, code, state
-):
+def test_a_start_without_room_is_one_line_and_no_running_run(undisturbed, request, tmp_path, kind, code, state):
     """There is room for status.json, and not for run.json or recipe.toml."""
     disk = request.getfixturevalue("disk") if kind != "ulimit -f" else None
     runs = FaultyRuns(undisturbed.images, (disk or tmp_path) / "starts", undisturbed.options)
