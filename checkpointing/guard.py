@@ -17,6 +17,7 @@ import torch
 import torchvision
 from PIL import features
 
+from distributed import collectives
 from errors import UserError, one_line
 from settings import __version__
 from settings.choices import SCHEDULES, TABLES
