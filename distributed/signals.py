@@ -3,7 +3,6 @@
 import builtins
 import ctypes
 import faulthandler
-import fcntl
 import gc
 import io
 import mmap
@@ -193,6 +192,8 @@ def start_signal_handling(*, is_training: bool) -> Signals:
         end_with_parent(signal.SIGKILL)
         if os.getppid() != _signals.parent:
             raise UserError("the torchrun that started this process is gone; start again")
+        import fcntl  # not above: Windows, which lacks it, is told so later
+
         # In a terminal nohup opens /dev/null as standard input, to write to.
         is_nohup = began_s is not None and fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
         if is_nohup and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN and read_launch().local_rank == 0:
