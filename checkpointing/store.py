@@ -165,14 +165,10 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the writer when a run ends. Not collective, since an error may have ended this rank alone."""
         saving, self._saving = self._saving, None
-        failure = None
         if saving is not None:
-            try:
-                failure = saving.result()
-            except Exception as error:  # which must not hide the one that has ended the run
-                failure = f"the last save has failed: {type(error).__name__}: {error}"
-        if failure is not None:
-            print(f"warning: {failure}")
+            failure = saving.exception() or saving.result()  # not raised: it would hide the error that ends the run
+            if failure is not None:
+                print(f"warning: {failure}")
         self._finish_copy()
 
     # `--save-per-node`: one writer for each folder that the nodes see, and a copy of each checkpoint in every one
