@@ -46,7 +46,7 @@ class Watchdog:
         """
         self.stop()
         self._is_over = threading.Event()
-        self.timeout_s, self.period_s = timeout_s, min(timeout_s / 8 or 5.0, 5.0)
+        self.timeout_s, self.period_s = timeout_s, min(timeout_s / 8, 5.0)
         self.stage, self.is_waiting, self._counts_bytes, self._is_ending = "starting", False, True, False
         self.rank, self.world_size, self.store = 0, 1, None
         self._others = {}  # {rank: its number, stage, whether it waits, whether it works}
@@ -66,7 +66,7 @@ class Watchdog:
     def connect(self, store: Any, rank: int, world_size: int) -> None:
         """Tell the other ranks of this one's progress, through a store of its own connection."""
         self.store, self.rank, self.world_size = store, rank, world_size
-        if world_size > 1:
+        if world_size > 1 and self.timeout_s:
             threading.Thread(target=self._exchange, args=(self._is_over,), daemon=True, name="beats").start()
 
     def enter_run(self, describe: Callable[[], str], on_stall: Callable[[str], None]) -> None:
