@@ -98,6 +98,17 @@ def _enter(target, environment: dict[str, str], log: str, arguments: tuple) -> N
     target(*arguments)
 
 
+def start_ranks(target, environments: list[dict], arguments: tuple, log_folder: Path) -> tuple[list, list[Path]]:
+    """Start a process for each environment, which calls `target(*arguments)`; return them and their logs."""
+    logs = [log_folder / f"rank{rank}.log" for rank in range(len(environments))]
+    processes = []
+    for environment, log in zip(environments, logs, strict=True):
+        log.touch()
+        processes.append(_context.Process(target=_enter, args=(target, environment, str(log), arguments)))
+        processes[-1].start()
+    return processes, logs
+
+
 def run_ranks(
     target,
     world_size: int,
@@ -112,15 +123,8 @@ def run_ranks(
     Each strike, (seconds from the start, rank, signal), is sent if that rank is still there.
     """
     port = free_port()
-    logs = [log_folder / f"rank{rank}.log" for rank in range(world_size)]
     environments = [launcher(rank, world_size, port) if world_size > 1 else {} for rank in range(world_size)]
-    processes = [
-        _context.Process(target=_enter, args=(target, environment, str(log), arguments))
-        for environment, log in zip(environments, logs, strict=True)
-    ]
-    for log, process in zip(logs, processes, strict=True):
-        log.touch()
-        process.start()
+    processes, logs = start_ranks(target, environments, arguments, log_folder)
     start = time.monotonic()
     deadline = start + timeout_s
     strikes = sorted(strikes)
@@ -135,7 +139,7 @@ def run_ranks(
         is_late = time.monotonic() > deadline
         if is_late or any(process.exitcode not in (None, 0) for process in processes):
             for process in [process for process in processes if process.is_alive()]:
-                is_deaf = is_late or _is_stopped(process.pid)
+                is_deaf = is_late or is_stopped(process.pid)
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL if is_deaf else signal.SIGTERM)
                 process.join(5)
@@ -148,7 +152,7 @@ def run_ranks(
     return outcome
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Tell whether a process was sent SIGSTOP, and so will not hear SIGTERM."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -66,22 +66,20 @@ SEGMENTS = [  # those that Pillow reads, and some of libjpeg's
 
 
 def odd_jpeg(rng):
-    """Return a JPEG with segments cut, added, or of another length than they say."""
-    payload = rng.choice(JPEGS)
+    """Return a JPEG with segments cut, added, in place of others, or of another length than they say."""
+    payload, parts, at = rng.choice(JPEGS), [], 2
+    while payload[at + 1] != 0xDA:
+        end = at + 2 + struct.unpack_from(">H", payload, at + 2)[0]
+        parts.append((payload[at + 1], payload[at + 4 : end], end - at - 2))
+        at = end
     for _ in range(rng.choice([1, 1, 2])):
-        places, at = [], 2
-        while payload[at : at + 1] == b"\xff" and payload[at + 1] != 0xDA and at + 4 < len(payload):
-            places.append(at)
-            at += 2 + struct.unpack_from(">H", payload, at + 2)[0]
-        end = at = rng.choice(places or [2])
-        marker, content = rng.choice(SEGMENTS)
-        if rng.random() < 0.3:
-            marker, end = payload[at + 1], at + 2 + struct.unpack_from(">H", payload, at + 2)[0]
-            content = payload[at + 4 : end]
+        place = rng.randrange(len(parts))
+        marker, content, *_ = rng.choice([*SEGMENTS, parts[place], parts[place]])
         content = content[: rng.randrange(len(content) + 1)]
         length = rng.choice([0, 1, 2, 3, 8, 65535]) if rng.random() < 0.1 else len(content) + 2
-        payload = payload[:at] + b"\xff" + struct.pack(">BH", marker, length) + content + payload[end:]
-    return payload
+        parts[place : place + rng.choice([0, 1])] = [(marker, content, length)]
+    head = b"".join(struct.pack(">BBH", 255, marker, length) + content for marker, content, length in parts)
+    return payload[:2] + head + payload[at:]
 
 
 # Formats that are read, three times as often as others that Pillow opens.

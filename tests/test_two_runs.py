@@ -118,8 +118,9 @@ KINDS = {
     "images": (("", data(1)), ("", data(2))),
     "recipe": text("recipe", "r.toml", "[optimization]\nweight-decay = 0.1\n", "[optimization]\nweight-decay = 0.9\n"),
     "class weights": text("class-weights", "w.csv", *(f"class,weight\nclass0,1\nclass1,{n}\nclass2,1\n" for n in "12")),
-    "weights": (("--weights {}/w.pth", weights(1)), ("--weights {}/w.pth", weights(2))),
-    "weights after a refusal": (("--weights {}/w.pth --test-only", weights(1)), ("--weights {}/w.pth", weights(2))),
+    "weights, one of them refused": (
+        ("--weights {}/w.pth --test-only", weights(1)), *(("--weights {}/w.pth", weights(n)) for n in (1, 2)),
+    ),
     "checkpoint": ((f"{SCALED} --epochs 1", {}), (f"{SCALED} --resume auto --no-overwrite", {})),
     "determinism": (("--use-deterministic-algorithms", {}), ("", {})),
 }  # fmt: skip
