@@ -30,10 +30,8 @@ LASTING = {2: 0.6, 4: 0.1, 6: 0.4, 7: 0.0}  # two in a row, and then it stays as
 AMPLE, PAGE, LEAST = 1 << 40, 4096, 8192  # bytes; the log of a run, which has the limit too, is smaller
 
 # What a save says that fails; how a start ends that has room for status.json, and not for run.json or recipe.toml.
-KINDS = {
-    "ulimit -f": ("ulimit -f or the file system does not allow a file this large", 4000, 2, "refused"),
-    "a full file system": ("disk full", 3 * PAGE, 1, None),
-}
+LIMITED = "ulimit -f or the file system does not allow a file this large", 4000, 2, "refused"
+FULL = "disk full", 3 * PAGE, 1, None
 
 
 def leave_room(disk: Path | None, num_bytes: float) -> None:
@@ -73,15 +71,10 @@ def fill(disk: Path | None, rooms: dict[int, float]) -> None:
     CheckpointFolder.save, torch.save = save_into, say_failure
 
 
-@pytest.fixture(params=KINDS)
-def kind(request):
-    return request.param
-
-
-@pytest.fixture
-def disk(kind, tmp_path):
+@pytest.fixture(params=["ulimit -f", "a full file system"])
+def disk(request, tmp_path):
     """A file system of its own, or None."""
-    if kind == "ulimit -f":
+    if request.param == "ulimit -f":
         yield None
         return
     folder = tmp_path / "disk"
@@ -102,8 +95,8 @@ def undisturbed(request, image_folder, tmp_path_factory):
     return runs
 
 
-def test_no_room_costs_no_good_file_and_a_resumed_run_has_the_same_bits(undisturbed, kind, disk, tmp_path):
-    words, least, code, state = KINDS[kind]
+def test_no_room_costs_no_good_file_and_a_resumed_run_has_the_same_bits(undisturbed, disk, tmp_path):
+    words, least, code, state = FULL if disk else LIMITED
     runs = FaultyRuns(undisturbed.images, (disk or tmp_path) / undisturbed.folder.name, undisturbed.options)
 
     def run(name, *prepare):

@@ -39,12 +39,6 @@ COLLECTIVES = ("all_gather", "broadcast", "all_reduce", "barrier", "new_group", 
 FAULTS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL, "raises": None}
 
 
-def fail(fault):
-    if fault == "raises":
-        raise ValueError("a fault of rank 1")
-    os.kill(os.getpid(), FAULTS[fault])
-
-
 def number_collectives(file, number=None, fault=None):
     """Write the name of each collective of rank 1 and its stage into a file; at one number it meets the fault."""
     if os.environ["RANK"] != "1":
@@ -58,8 +52,10 @@ def number_collectives(file, number=None, fault=None):
             if threading.current_thread() is threading.main_thread():
                 calls.append(f"{name} {watch.watchdog.stage}")
                 Path(file).write_text("\n".join(calls))
+                if len(calls) == number and fault == "raises":
+                    raise ValueError("a fault of rank 1")
                 if len(calls) == number:
-                    fail(fault)
+                    os.kill(os.getpid(), FAULTS[fault])
             return original(*args, **kwargs)
 
         setattr(owner, name, counted)
@@ -243,9 +239,6 @@ class Forgetful(torch.optim.SGD):
         if self.calls == 2:
             raise ValueError("no state to be had")
         return super().state_dict()
-
-def build(parameters, lr, **options):
-    return Forgetful(parameters, lr=lr)
 """
 
 
@@ -267,7 +260,7 @@ def lack_threads():
 ])  # fmt: skip
 def test_a_rank_that_fails_while_a_save_begins_ends_the_run_with_its_cause(runs, tmp_path, prepare, words, cause):
     (tmp_path / "own.py").write_text(OWN_OPTIMIZER)
-    more = [] if prepare else ["--opt", f"{tmp_path}/own.py:build"]
+    more = [] if prepare else ["--opt", f"{tmp_path}/own.py:Forgetful"]
     outcome = end_of(*start_apart(tmp_path, runs.argv(tmp_path / "out", *more, shards=2), prepare))
     assert outcome.codes[0] in (1, 2)
     assert words in outcome.outputs[0]
