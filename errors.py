@@ -289,7 +289,7 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
     """End this process for an error: one line and an exit code if it has one, else a traceback and 1.
 
     Most errors are met by all ranks, so the others wait ten seconds for rank 0 to print it and the launcher to end
-    them; then the first rank of each node prints it too. torchrun turns any exit code into 1.
+    them; then they print it too, since one may have met it alone. torchrun turns any exit code into 1.
 
     Args:
         error: the error to report.
@@ -311,12 +311,9 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
         end_process(1)
     note_refusal(exit_code, error)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that a launcher can end this process now
-    is_silent, where = False, ""
-    if launch.rank != 0:
-        where = f" on rank {launch.rank}"
-        if not getattr(error, "is_of_one_rank", False):
-            time.sleep(10)
-            is_silent = launch.local_rank != 0 and not isinstance(error, StorageError)  # one rank may meet that alone
-    if not is_silent:  # by `say`, since print is silent on this rank
-        say(error_line(f"{prog}: error{where}", str(error), has_lines=getattr(error, "has_lines", False)))
+    where = f" on rank {launch.rank}" if launch.rank else ""
+    if launch.rank and not getattr(error, "is_of_one_rank", False):
+        time.sleep(10)
+    # By `say`, since print is silent on other ranks than 0.
+    say(error_line(f"{prog}: error{where}", str(error), has_lines=getattr(error, "has_lines", False)))
     end_process(exit_code)

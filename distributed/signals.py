@@ -165,6 +165,8 @@ def begin_script() -> None:
     """Handle signals, and reopen closed standard files."""
     global _signals, began_s  # noqa: PLW0603
     began_s = time.monotonic()
+    # When rank 0 ends first, torch would add the frames of its C++ code to the line that says so.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _signals = Signals()
     _signals.install()
     open_closed_files()

@@ -24,6 +24,7 @@ def leave_group(rank, world_size, ranks, error):
 @pytest.mark.dist
 @pytest.mark.parametrize(("ranks", "error", "where"), [
     ((0, 1), errors.UserError("what you gave"), ""), ((1,), errors.ImageError("what you gave"), " on rank 1"),
+    ((1,), errors.UserError("what you gave"), " on rank 1"),  # such as a mistake in its command alone
 ])  # fmt: skip
 def test_an_error_is_printed_once_and_names_the_rank_if_it_is_of_one(tmp_path, ranks, error, where):
     outcome = run_ranks(in_group, 2, leave_group, ranks, error, timeout_s=25, log_folder=tmp_path)

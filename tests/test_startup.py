@@ -16,7 +16,7 @@ import torch
 import settings
 from checkpointing.checkpoint import RunState
 from checkpointing.status import StatusFile
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, free_port, torchrun_environment
 from tests.started import SMALL_PLAIN, Started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -188,3 +188,19 @@ def test_a_python_without_fork_as_on_windows_is_told_so_in_one_line(name):
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "error: Touchstone needs Linux or macOS; on Windows, use it in WSL2\n"
+
+
+@pytest.mark.dist
+def test_each_process_says_the_cause_in_one_line_where_no_launcher_ends_the_others(tmp_path):
+    """As on two machines by hand: rank 0, at whose store they meet, ends ten seconds before the other."""
+    argv = [sys.executable, REPOSITORY / "train.py", *SMALL_PLAIN, "--synthetic", "16", "--batch-size", "2"]
+    place, ranks = {**ENVIRONMENT, **torchrun_environment(0, 2, free_port())}, []
+    for more in ([], ["--seed", "5"]):
+        environment = {**place, "RANK": str(len(ranks)), "LOCAL_RANK": str(len(ranks))}
+        files = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.append(subprocess.Popen([*argv, "--output-dir", tmp_path, *more], text=True, env=environment, **files))
+    errors = [process.communicate(timeout=120)[1] for process in ranks]
+    cause = "rank 1 differs from rank 0: --seed 5 (rank 0: --seed 0)"
+    cause += "; start each with the same command, code and versions"
+    assert errors == [f"train.py: error: {cause}\n", f"train.py: error on rank 1: {cause}\n"]
+    assert [process.returncode for process in ranks] == [2, 2]
