@@ -593,7 +593,7 @@ OPTIONS = {
     "distributed": [
         Option("--device", resume=FREE, ranks=OWN, recipe=IF_GIVEN,
                help="device to train on: cuda, cpu, mps ... (default: the available accelerator, else cpu)"),
-        Option("--world-size", default=1, at_least=1, at_most=1 << 20, resume=SILENT, recipe=NEVER,
+        Option("--world-size", default=1, at_least=1, at_most=1 << 20, resume=SILENT, ranks=OWN, recipe=NEVER,
                help="number of processes, if the launcher sets RANK but not WORLD_SIZE"),
         Option("--dist-url", metavar="URL", default="env://", resume=FREE, ranks=OWN, recipe=NEVER,
                help="URL of the rendezvous; torchrun and srun set it up themselves"),

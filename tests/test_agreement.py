@@ -52,7 +52,7 @@ NEEDED = {
 ALONE = {"list_recipes", "dry_run", "sync_bn", "multi_label", "grad_checkpointing"}
 
 # Of options that no word of rank 1 shows.
-SHOWN = {"list_recipes": "no --list-recipes from the command", "world_size": "--world-size 2 from the command"}
+SHOWN = {"list_recipes": "no --list-recipes from the command"}
 
 
 def words_of_both(folder, is_test=False):
