@@ -42,7 +42,9 @@ def read_checkpoint(path: Path, name: str) -> Found:
             check_size(file, name)
             end = read_at(file, max(os.fstat(file.fileno()).st_size - 22, 0), 22)  # a zip archive's last record
             if not end.startswith(b"PK\5\6"):
-                what = f"it lacks the end of a torch.save archive; {first_bytes(read_at(file, 0, 24))}"
+                begin, what = read_at(file, 0, 24), "it lacks the end of a torch.save archive"
+                if not begin.startswith(b"PK"):
+                    what += f"; {first_bytes(begin)}"
                 raise UserError(f"{name} is damaged or no checkpoint ({what})")
             return file.read()
 
@@ -94,7 +96,7 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
 def first_bytes(begin: bytes) -> str:
     """Say what the first bytes of a file are, and which kind of file has such."""
     kinds = [f": {kind}" for pattern, kind in _BEGINNINGS.items() if re.match(pattern, begin, re.DOTALL)]
-    return f"it begins with {begin!r}{''.join(kinds[:1])}" if begin else "it is empty"
+    return f"it begins with {begin[:8]!r}{''.join(kinds[:1])}" if begin else "it is empty"
 
 
 def check_size(file: Any, name: str) -> None:

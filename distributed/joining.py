@@ -1,10 +1,10 @@
 """Meeting the other processes at rank 0's store: in one time limit, and with a line each minute on who is missing."""
 
 import os
+import re
 import socket
 import threading
 import time
-import urllib.parse
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -64,11 +64,13 @@ class Meeting:
             found.set_exception(error)
 
     def _meet(self) -> dist.Store:
-        launch, parts = self.launch, urllib.parse.urlsplit(self.url)
-        host, port = parts.hostname, parts.port
+        launch = self.launch
+        address = re.match(r"tcp://\[?([^\]?]+)\]?:(\d+)", self.url)
         if self.url == "env://":
             host, port = launch.address["MASTER_ADDR"], int(launch.address["MASTER_PORT"])
-        elif parts.scheme != "tcp":
+        elif address:
+            host, port = address[1], int(address[2])
+        else:
             return next(dist.rendezvous(self.url, launch.rank, launch.world_size, timeout=self.timeout))[0]
         has_agent = self.url == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if launch.rank == 0 and not has_agent:

@@ -198,19 +198,21 @@ def read_checkpoint(folder):
 def run_command(main, parse, refusals, words):
     """Run a command, and return what came of it in this process."""
     SEEN.clear()
-    printed, original = io.StringIO(), builtins.print
+    printed, original, modes = io.StringIO(), builtins.print, []
+    set_mode = torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms = lambda mode, **options: (modes.append(mode), set_mode(mode, **options))
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             args = parse(words)
             main(args)
-            is_deterministic = torch.are_deterministic_algorithms_enabled()
         except (refusals, SystemExit) as error:
             return {"refused": printed.getvalue().splitlines()[-1] if isinstance(error, SystemExit) else str(error)}
         finally:  # as where the process ends
             if console := sys.modules.get("monitoring.console"):
                 console.log.close()
             builtins.print = original
-            torch.use_deterministic_algorithms(False)
+            torch.use_deterministic_algorithms = set_mode
+            set_mode(False)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
     trained, evaluated = (
@@ -224,7 +226,7 @@ def run_command(main, parse, refusals, words):
         "evaluated": len(evaluated),
         "different": trained,
         "altered": not {*trained} <= {*COLOURS},  # as erasing, mixing and policies do
-        "deterministic": is_deterministic,
+        "deterministic": True in modes,  # ours sets it back
         **read_checkpoint(args.output_dir),
         "cached": len([*Path(os.environ["HOME"], ".torch").rglob("*.pt")]),
     }
