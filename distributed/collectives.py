@@ -256,7 +256,7 @@ def join_processes(args: Any) -> None:
         args: holds distributed, rank, world_size, gpu, device and dist_url, and may hold dist_timeout and stall_timeout
             (minutes); from now on the process is watched for the latter.
     """
-    watchdog.start(60 * getattr(args, "stall_timeout", 0.0))
+    watchdog.start(60 * getattr(args, "stall_timeout", 0.0), args.rank)
     at_end(watchdog.stop)
     if torch.device(args.device).type != "cpu":
         torch.accelerator.set_device_index(args.gpu)
@@ -276,7 +276,7 @@ def join_processes(args: Any) -> None:
     store = Meeting(launch, url, timeout).open_store()
     _joined.store, _joined.rank, _joined.world_size = store, args.rank, args.world_size
     store.delete_key(f"end/{args.rank}")  # of an earlier attempt
-    watchdog.connect(store.clone(), args.rank, args.world_size)
+    watchdog.connect(store.clone(), args.world_size)
     numbers = {"world_size": args.world_size, "rank": args.rank}
     with watchdog.waiting():
         dist.init_process_group(choose_backend(args.device), store=store, timeout=timeout, **numbers)
@@ -298,7 +298,7 @@ def join_existing(backend: str, timeout: datetime.timedelta) -> None:
             _joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
         _joined.shared = shared
     store = dist.PrefixStore("touchstone", dist.distributed_c10d._get_default_store())
-    watchdog.connect(store.clone(), get_rank(), get_world_size())
+    watchdog.connect(store.clone(), get_world_size())
 
 
 def report_end(error: BaseException) -> BaseException:

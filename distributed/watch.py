@@ -38,17 +38,18 @@ class Watchdog:
         self._is_over = threading.Event()
         self.start(0.0)
 
-    def start(self, timeout_s: float) -> None:
+    def start(self, timeout_s: float, rank: int = 0) -> None:
         """Watch this process from now on.
 
         Args:
             timeout_s: most seconds without progress; 0 for no limit.
+            rank: this process's number.
         """
         self.stop()
         self._is_over = threading.Event()
         self.timeout_s, self.period_s = timeout_s, min(timeout_s / 8, 5.0)
         self.stage, self.is_waiting, self._counts_bytes, self._is_ending = "starting", False, True, False
-        self.rank, self.world_size, self.store = 0, 1, None
+        self.rank, self.world_size, self.store = rank, 1, None
         self._others = {}  # {rank: its number, stage, whether it waits, whether it works}
         self._grown_s = {}  # {rank: when its number was last seen to grow}
         self._failed = set()  # ranks that have ended by an error
@@ -63,9 +64,9 @@ class Watchdog:
         """Stop watching; the stage stays, for an error that is reported after this."""
         self._is_over.set()
 
-    def connect(self, store: Any, rank: int, world_size: int) -> None:
+    def connect(self, store: Any, world_size: int) -> None:
         """Tell the other ranks of this one's progress, through a store of its own connection."""
-        self.store, self.rank, self.world_size = store, rank, world_size
+        self.store, self.world_size = store, world_size
         if world_size > 1 and self.timeout_s:
             threading.Thread(target=self._exchange, args=(self._is_over,), daemon=True, name="beats").start()
 
@@ -88,6 +89,7 @@ class Watchdog:
             stage: what begins now; by default the work goes on.
             extra_s: seconds for which it may wait in any case, as for a lock.
         """
+        self.await_end()  # also of one that went on after all: it has been said, and recorded, that it ends
         self.stage = stage or self.stage
         self._until_s = self.now_s() + self.timeout_s + extra_s
 

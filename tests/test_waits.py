@@ -202,6 +202,26 @@ def test_a_process_that_was_stopped_for_longer_than_the_limit_has_not_stalled(ru
     assert re.search(r"this process was stopped for [45] s", end_of(processes, logs).check().output)
 
 
+def oversleep():
+    step = torch.optim.SGD.step
+
+    def step_late(*args, **kwargs):
+        torch.optim.SGD.step = step
+        time.sleep(5)
+        return step(*args, **kwargs)
+
+    torch.optim.SGD.step = step_late
+
+
+def test_a_run_that_goes_on_after_it_was_said_to_have_stalled_ends_all_the_same(runs, tmp_path):
+    """It would finish in the seconds for which a process that ends waits for others to say so too."""
+    argv = [*runs.argv("late", shards=1), "--stall-timeout", "0.05"]
+    (process,), (log,) = start_apart(tmp_path, argv, (oversleep,), [{}])
+    assert end_of([process], [log])[0] == [1]
+    assert "finished" not in log.read_text()
+    assert json.loads((runs.folder / "late" / "status.json").read_text())["state"] == "failed"
+
+
 def dawdle():
     """Be slow on rank 1 between two collectives of the start, first by scanning a folder, then by a download."""
     import train
