@@ -1,8 +1,6 @@
 """A finished run to go on from, the ways to damage its files, and what is to be seen of a run that was refused."""
 
 import os
-import pickle
-import random
 import shutil
 
 import timm
@@ -110,12 +108,8 @@ def damage_folder(path):
 
 DAMAGES = {
     "truncated": damage_truncated,
-    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "flipped": damage_flipped,
-    "garbage": lambda path: path.write_bytes(random.Random(3).randbytes(1000)),
     "empty": lambda path: path.write_bytes(b""),
     "folder": damage_folder,
     "hostile": lambda path: torch.save(hostile(path), path),
-    "hostile, legacy": lambda path: torch.save(hostile(path), path, _use_new_zipfile_serialization=False),
-    "hostile pickle": lambda path: path.write_bytes(pickle.dumps(hostile(path)["model"])),
 }

@@ -24,7 +24,6 @@ from settings import config
 from settings.options import get_args_parser
 from tests.images import pack_classes, write_images
 from tests.ranks import run_ranks
-from tests.runs import FLAG, OPTIONS, Runs, assert_same
 from tests.started import DAMAGES, damage_folder
 
 
@@ -97,15 +96,6 @@ def test_alternating_flips_show_each_image_both_ways_in_two_epochs(image_folder,
     assert 0.2 < sum(first) / len(first) < 0.8
     assert flips(1) == flips(7) == flips(6, 1) == [not flipped for flipped in first]
     assert flips(2) == flips(1, 1) == first != flips(0, seed=2)
-
-
-def test_alternating_flips_have_the_same_bits_on_one_process_and_two_and_after_a_kill(image_folder, tmp_path):
-    runs = Runs(image_folder, tmp_path, [*OPTIONS, "--hflip-mode", "alternating"])
-    runs.run("undisturbed", 2, FLAG).check()
-    killed = runs.run("killed", 2, FLAG, faults=[(0, "torch.optim.SGD.step", 5, "before")])
-    assert killed.codes[0] == -9, killed.output
-    runs.run("killed", 1, FLAG, "--resume", "auto").check()
-    assert_same(runs, "killed")
 
 
 DAMAGED = {

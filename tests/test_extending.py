@@ -49,9 +49,6 @@ def no_optimizer(parameters, lr, weight_decay):
 def needs_more(parameters, lr, weight_decay, rho):
     return None
 
-def mirrored():
-    return lambda image: image.transpose(0) if torch.rand(1) < 0.5 else image
-
 def smaller():
     return lambda image: image.resize((3, 3))
 
@@ -200,13 +197,6 @@ class Few(Source):
     def read(self, number):
         return b""
 
-class OfRank(Few):
-    def name(self, number):
-        return f"{os.environ['RANK']}/{number}.png"
-
-def of_rank(split):
-    return OfRank(Path(split))
-
 def no_bytes(split):
     return Few(Path(split), read=lambda number: None)
 
@@ -298,22 +288,14 @@ def test_own_code_that_does_the_same_gives_the_same_numbers(started, mine, tmp_p
     assert f"--criterion {mine}:smooth" in outcome.output  # the command to evaluate it
 
 
-def test_an_own_optimizer_has_the_bits_of_torchs(started, mine, tmp_path):
-    started.go_on(tmp_path, tmp_path / "ours", "--epochs", 2, "--opt", f"{mine}:sgd").check()
-    check_same_weights(tmp_path / "ours", started.out, "model", "optimizer")
+def test_an_own_optimizer_and_schedule_have_the_bits_of_the_librarys(started, mine, tmp_path):
+    started.go_on(tmp_path, tmp_path / "theirs", "--lr-scheduler", "linearlr").check()
+    started.go_on(tmp_path, tmp_path / "ours", "--lr-scheduler", f"{mine}:line", "--opt", f"{mine}:sgd").check()
+    check_same_weights(tmp_path / "ours", tmp_path / "theirs", "model", "optimizer")
 
 
-def test_an_own_augmentation_and_schedule_have_the_bits_of_the_librarys(started, mine, tmp_path):
-    theirs = ["--lr-scheduler", "linearlr", "--epochs", 3, "--hflip-prob", "1"]
-    started.go_on(tmp_path, tmp_path / "theirs", *theirs).check()
-    ours = ["--lr-scheduler", f"{mine}:line", "--epochs", 3, "--hflip-prob", "1"]
-    started.go_on(tmp_path, tmp_path / "ours", *ours).check()
-    check_same_weights(tmp_path / "ours", tmp_path / "theirs", "model")
-
-
-@pytest.mark.parametrize("function", ["mirrored", "with_numpy"])
-def test_an_own_augmentation_draws_the_same_with_any_number_of_workers(started, mine, tmp_path, function):
-    own = ["--auto-augment", f"{mine}:{function}", "--epochs", 1]
+def test_an_own_augmentation_draws_the_same_with_any_number_of_workers(started, mine, tmp_path):
+    own = ["--auto-augment", f"{mine}:with_numpy", "--epochs", 1]
     started.go_on(tmp_path, tmp_path / "none", *own).check()
     started.go_on(tmp_path, tmp_path / "two", *own, "--workers", 2).check()
     check_same_weights(tmp_path / "two", tmp_path / "none", "model")
@@ -349,22 +331,10 @@ def test_a_resumed_window_of_other_metrics_begins_anew(started, mine, tmp_path):
     assert {record["x"] for record in read_metrics(tmp_path / "out" / "metrics.jsonl")} == {2.0}
 
 
-@pytest.mark.dist
-def test_ranks_that_read_other_images_are_refused(started, mine, tmp_path):
-    argv = ["--data-path", f"{mine}:of_rank", "--global-batch-size", 8, "--batch-size", 4]
-    refused(
-        started.go_on(tmp_path, tmp_path / "out", *argv, world_size=2),
-        "rank 1 reads different images than rank 0: data of",
-    )
-
-
-def test_metrics_may_come_and_go_but_not_change(started, mine, tmp_path):
+def test_metrics_may_come_and_go(started, mine, tmp_path):
     out, own = tmp_path / "out", ["--metrics", f"{mine}:ones", "--best-metric", "x"]
     started.go_on(tmp_path, out, *own, "--epochs", 1).check()
     started.go_on(tmp_path, out, "--resume", "auto", "--epochs", 1).check()
-    mine.write_text(SAME + "\n")
-    words = "the file of --metrics has changed since", "give --allow-change code"
-    refused(started.go_on(tmp_path, out, *own, "--resume", "auto", "--epochs", 1), *words)
 
 
 def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(started, mine, tmp_path):
@@ -482,12 +452,6 @@ def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(
     (tmp_path / "a" / "parts" / "scale.py").write_text("SCALE = 2")
     words = "the file of --opt (parts), --criterion (parts) has changed since", "--allow-change code"
     refused(started.go_on(tmp_path, tmp_path / "out", *own, *resumed), *words)
-
-
-def test_code_that_a_recipe_names_is_not_run(started, mine, tmp_path):
-    (tmp_path / "r.toml").write_text(f'title = "r"\n[optimization]\ncriterion = "{mine}:smooth"\n')
-    argv = [*started.argv, "--output-dir", tmp_path / "out", "--recipe", tmp_path / "r.toml"]
-    refused(run_train(tmp_path, *argv), "which runs only if the command line names it: give --criterion")
 
 
 def test_an_evaluation_without_the_loss_says_so(started, mine, tmp_path):

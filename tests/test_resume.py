@@ -11,7 +11,6 @@ import torchvision
 
 from checkpointing.archive import load_checkpoint
 from tests.endings import differing, differing_results, flatten
-from tests.images import pack_shards
 from tests.started import DAMAGES, damage_truncated, refused, run_train, state_of
 
 BEFORE_A_STEP = [(0, "torch.optim.SGD.step", 1, "before")]
@@ -172,18 +171,6 @@ def test_the_same_command_with_start_epoch_can_be_given_again(started, tmp_path)
     assert "resumed step 4 (epoch 1, step 1 of 3 in it)" in outcome.check().output
 
 
-def test_a_run_resumes_from_another_form_to_the_same_bits(started, image_folder, tmp_path):
-    """Begun on class folders, and resumed on tars; on lists in test_changed_data.py."""
-    other, out = tmp_path / "other", tmp_path / "out"
-    pack_shards(image_folder / "train", other)
-    shutil.copytree(image_folder / "val", other / "val")
-    argv = ["--data-path", other, "--epochs", 2, "--workers", 1, "--resume", started.out / "checkpoint-00000004.pth"]
-    started.go_on(tmp_path, out, *argv).check()
-    found, expected = check_same_weights(out, started.out, "model")
-    for name in ("fingerprint", "num_images", "classes"):
-        assert found["data"][name] == expected["data"][name]
-
-
 # What is refused
 
 
@@ -191,7 +178,6 @@ def test_a_run_resumes_from_another_form_to_the_same_bits(started, image_folder,
     ("argv", "words"),
     [
         (["--resume", "none.pth"], ["none.pth", "is not a file"]),
-        (["--model", "shufflenet_v2_x1_0"], ["timm/tiny_test", "shufflenet_v2_x1_0"]),
         (["--start-epoch", "1"], ["--start-epoch 1"]),
         (["--norm-weight-decay", "0", "--allow-change", "norm-weight-decay"], ["parameter groups"]),
     ],
@@ -209,8 +195,6 @@ def test_weights_of_others_are_no_checkpoint_and_the_message_names_weights(start
     torch.save({"model": model, "epoch": 7, "args": namespace}, tmp_path / "model_7.pth")
     for name in ("w.pth", "model_7.pth"):
         refused(started.go_on(tmp_path, tmp_path / "out", "--resume", tmp_path / name), "--weights")
-    argv = ["--model", "shufflenet_v2_x0_5", "--weights", tmp_path / "model_7.pth", "--epochs", 1]
-    started.go_on(tmp_path, tmp_path / "out", *argv).check()
 
 
 @pytest.mark.dist

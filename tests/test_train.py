@@ -4,10 +4,8 @@ import ast
 import itertools
 import json
 import math
-import os
 import re
 from argparse import Namespace
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ import sampler
 import train
 from settings import config
 from tests.ranks import REPOSITORY, run_check
-from tests.started import SMALL_PLAIN, refused, run_train
+from tests.started import refused, run_train
 
 
 class Scorer(nn.Module):
@@ -111,29 +109,6 @@ def test_a_set_without_a_length_is_evaluated_and_trained_on():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train.train_one_epoch(model, nn.CrossEntropyLoss(), optimizer, batches, "cpu", 0, args)
     assert train.evaluate(model, nn.CrossEntropyLoss(), batches, "cpu") >= 0
-
-
-def test_a_run_on_two_processes_writes_once_and_prints_each_line_once(image_folder, tmp_path, torchrun):
-    out = tmp_path / "out"
-    done = torchrun(
-        2, "--data-path", image_folder, "--output-dir", out, *SMALL_PLAIN, "--batch-size", 4, "--epochs", 2,
-        "--workers", 2, "--print-freq", 1, "--model-ema",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = sorted(path.name for path in out.iterdir())
-    assert [name for name in names if not name.startswith(("events.out.tfevents.", "picture-"))] == [
-        ".lock", "best.pth", "best_ema.pth", "checkpoint-00000003.pth", "checkpoint-00000006.pth", "checkpoint.pth",
-        "log.txt", "metrics.jsonl", "recipe.toml", "run.json", "status.json",
-    ]  # fmt: skip
-    assert json.loads((out / "status.json").read_text())["state"] == "finished"
-    assert os.path.samefile(out / "checkpoint.pth", out / "checkpoint-00000006.pth")
-    lines = done.stdout.splitlines()
-    once = Counter(line for line in lines if line.startswith(("Epoch: [", "finished", "global batch", "best")))
-    assert set(once.values()) == {1}, once
-    assert sum(line.startswith("Epoch: [1]  [") and "eta: " in line for line in lines) == 3
-    results = [line for line in lines if "Acc@1" in line]
-    assert len(results) == 4
-    assert all(line.endswith(" n=7") for line in results)
 
 
 def test_every_train_command_of_the_readme_and_docs_parses(documented_commands, tmp_path, monkeypatch):

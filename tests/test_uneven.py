@@ -16,10 +16,11 @@ from torch import nn
 
 import metrics
 from data import IndexedImageFolder
+from errors import UserError
 from loading.index import ArraySource, encode
 from models.losses import build_criterion, class_weights
 from sampler import TrainSampler, VirtualShards
-from tests.started import refused, run_train
+from tests.started import run_train
 
 SIZES = [40, 30, 20, 1]
 LABELS = numpy.repeat(range(4), SIZES)
@@ -126,24 +127,8 @@ def test_a_line_names_a_class_of_few_images(started, uneven_folder, tmp_path):
     ("class0,1\nclass0,2\n", "line 3: class0 is listed twice"), ("class0,0\n", "line 2: the weight is 0; expected"),
     ("class0,1e-50\n", "line 2: the weight is 1e-50; expected"),
     ("class0,nan\n", "line 2: the weight is nan; expected"), ("class0,much\n", "could not convert"),
-    (None, "w.csv: no such file; give balanced, or a list"),
 ])  # fmt: skip
-def test_weights_that_cannot_be_used_are_one_line(started, uneven_folder, tmp_path, rows, words):
-    if rows is not None:
-        (tmp_path / "w.csv").write_text("class,weight\n" + rows)
-    argv = [*started.argv, "--data-path", uneven_folder, "--class-weights", tmp_path / "w.csv"]
-    refused(run_train(tmp_path, *argv, "--output-dir", tmp_path / "out"), words)
-
-
-def test_a_changed_file_of_weights_is_refused_on_resume(started, uneven_folder, tmp_path):
-    rows = "class,weight\nclass0,1\nclass1,2\nclass2,3\nclass3,4\n"
-    (tmp_path / "w.csv").write_text(rows)
-    argv = [*started.argv, "--data-path", uneven_folder, "--class-weights", tmp_path / "w.csv", "--output-dir"]
-    argv += [tmp_path / "out", "--epochs"]
-    run_train(tmp_path, *argv, 1).check()
-    (tmp_path / "w.csv").write_text(rows.replace("4", "5"))
-    refused(
-        run_train(tmp_path, *argv, 2, "--resume", "auto"),
-        "the file of --class-weights has changed since",
-        "--allow-change code",
-    )
+def test_weights_that_cannot_be_used_are_one_line(tmp_path, rows, words):
+    (tmp_path / "w.csv").write_text("class,weight\n" + rows)
+    with pytest.raises(UserError, match=words):
+        class_weights(SimpleNamespace(class_weights=str(tmp_path / "w.csv")), Uneven(Path()))
