@@ -123,6 +123,12 @@ def test_other_spellings():
         (["--weights", "m.pth", "--ema"], "--weights m.pth is not there or no file; give --weights FILE"),
         (["--ema"], "--weights is not given; give --weights FILE"),
         (["--output-dir", ""], "--output-dir is empty"),
+        (["--multi-label"], "--multi-label: softmax losses need exactly one class per image; give --criterion bce"),
+        (["--multi-label", "/", "--bce-loss"], "--multi-label /: expected one character that separates labels, other"),
+        (["--multi-label", "--bce-loss", "--synthetic", "64"], "--synthetic images have one class"),
+        (["--multi-label", "--bce-loss", "--balanced-sampler"], "--balanced-sampler needs exactly one class per image"),
+        (["--multi-label", "--bce-loss", "--metrics", "balanced_acc"], "balanced_acc exactly one class per image"),
+        (["--metrics", "map"], "--metrics: map needs several labels per image"),
     ],
 )
 def test_what_is_mistyped_contradictory_or_empty_is_refused_with_the_right_word(argv, words):

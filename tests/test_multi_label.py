@@ -91,6 +91,11 @@ def test_other_forms_of_the_same_list_are_the_same_set(labelled, tmp_path, form)
         assert found.fingerprint() == expected.fingerprint()
 
 
+def test_the_best_is_by_a_metric_of_several_labels(labelled):
+    with pytest.raises(UserError, match="acc1 is not among --metrics; there are loss, f1, f1_micro, map"):
+        metrics.build_metrics(options(labelled, "--best-metric", "acc1"), 4)
+
+
 def test_map_and_f1_are_scikit_learns():
     rng = numpy.random.default_rng(0)
     truth = rng.random((203, 6)) < [0.5, 0.2, 0.1, 0.02, 0.7, 0]
@@ -207,16 +212,7 @@ def test_a_pack_of_several_labels_is_the_list_on_a_disk_and_behind_an_address(st
                 assert [pack.name(number) for number in range(len(pack))] == listed.names.astype(str).tolist()
                 assert pack.label_sets[pack.labels].tolist() == listed.label_sets[listed.labels].tolist()
                 assert pack.fingerprint() == listed.fingerprint()
-        argv = [*started.argv, "--multi-label", "--bce-loss", "--epochs", 2]
-        run_train(tmp_path, *argv, "--data-path", packed, "--output-dir", tmp_path / "whole").check()
-        again = [*argv, "--output-dir", tmp_path / "stopped"]
-        run_train(tmp_path, *again, "--data-path", packed, "--stop-epoch", 1).check()
-        run_train(
-            tmp_path, *again, "--data-path", server.url, "--cache", tmp_path / "cache", "--resume", "auto"
-        ).check()
         server.shutdown()
-    ends = [torch.load(tmp_path / name / "checkpoint.pth", weights_only=True)["model"] for name in ("whole", "stopped")]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     refused(run_train(tmp_path, *started.argv, "--data-path", packed, "--output-dir", tmp_path / "x"), "--multi-label")
     manifest = json.loads((packed / "manifest.json").read_text())
     for change in ({"classes": CLASSES[:2]}, {"classes": 3}, {"folders": {"bird": ["bird"]}}, {"folders": None}):
@@ -225,21 +221,6 @@ def test_a_pack_of_several_labels_is_the_list_on_a_disk_and_behind_an_address(st
         (packed / "manifest.json").write_text(json.dumps(damaged))
         with pytest.raises(UserError, match="pack again"):
             open_source(packed / "train", ",")
-
-
-@pytest.mark.parametrize(("argv", "words"), [
-    ("--multi-label", "--multi-label: softmax losses need exactly one class per image; give --criterion bce"),
-    ("--multi-label / --bce-loss", "--multi-label /: expected one character that separates labels, other than /"),
-    ("--multi-label --bce-loss --label-smoothing 0.1", "--label-smoothing needs exactly one class per image"),
-    ("--multi-label --bce-loss --synthetic 64", "--synthetic images have one class"),
-    ("--multi-label --bce-loss --balanced-sampler", "--balanced-sampler needs exactly one class per image"),
-    ("--multi-label --bce-loss --metrics balanced_acc", "balanced_acc exactly one class per image"),
-    ("--metrics map", "--metrics: map needs several labels per image"),
-    ("--multi-label --bce-loss --best-metric acc1", "acc1 is not among --metrics; there are loss, f1, f1_micro, map"),
-])  # fmt: skip
-def test_what_contradicts_several_labels_is_one_line(started, labelled, tmp_path, argv, words):
-    argv = [*started.argv, "--data-path", labelled, *argv.split(), "--output-dir", tmp_path / "out"]
-    refused(run_train(tmp_path, *argv), words)
 
 
 def test_class_folders_and_lists_of_one_label_are_told_what_to_do(started, tmp_path, labelled):
