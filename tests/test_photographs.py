@@ -11,14 +11,15 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms import functional
 
-from checkpointing.archive import load_checkpoint
+import data
 from errors import BadImageError, UserError
 from loading import decode
 from loading.decode import Decoding, ImageFile, decode_plainly, load_image, read_orientation
 from loading.forms import open_source
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from randomness import Draws
-from tests.endings import read_metrics
+from sampler import SampleKey
+from settings import config
 from tests.exports import run_tool
 from tests.images import encoded, picture, turn, write_images
 from tests.started import SMALL, refused, run_train
@@ -37,10 +38,8 @@ def as_stored(form, orientation):
     elif form == "grey":
         form, image = "JPEG", image.convert("L")
     elif form == "XMP":
-        form, more = (
-            "JPEG",
-            {"xmp": f'<x xmlns:tiff="http://ns.adobe.com/" tiff:Orientation="{orientation}"/>'.encode()},
-        )
+        xmp = f'<x xmlns:tiff="http://ns.adobe.com/" tiff:Orientation="{orientation}"/>'
+        form, more = "JPEG", {"xmp": xmp.encode()}
     return encoded(image, form, **more)
 
 
@@ -197,48 +196,25 @@ def test_heic_without_its_package_is_refused_in_one_line(tmp_path, monkeypatch):
         decode.can_read_heic.cache_clear()
 
 
-def test_a_run_on_turned_files_is_that_on_upright_ones(tmp_path):
-    """The same bits, and the same after a stop, on two processes; an evaluation takes the options of its checkpoint."""
-    stored = write_images(tmp_path / "stored", {"train": [8, 9], "val": [5, 4]}, size=(60, 36))
+def test_sets_of_turned_files_are_those_of_upright_ones(tmp_path):
+    """In training and evaluation, by the options of a run."""
+    stored = write_images(tmp_path / "stored", {"train": [4, 4], "val": [4, 4]}, size=(60, 36))
     for number, path in enumerate(sorted(stored.rglob("*.jpg"))):
-        orientation = number % 8 + 1
         upright_path = tmp_path / "upright" / path.relative_to(stored)
         upright_path.parent.mkdir(parents=True, exist_ok=True)
-        exif = Image.Exif()
-        exif[274] = orientation
-        with Image.open(path) as image:
-            image.save(path.with_suffix(".png"), exif=exif.tobytes())
-            turned = ImageOps.exif_transpose(Image.open(path.with_suffix(".png")))
-        turned.save(upright_path.with_suffix(".png"))
-        path.unlink()
-    argv = [
-        *SMALL,
-        "--val-resize-size",
-        40,
-        "--batch-size",
-        4,
-        "--use-deterministic-algorithms",
-        "--crop-mode",
-        "border",
-    ]
-    argv += ["--train-crop-mode", "whole", "--epochs", 2, "--global-batch-size", 8]
-    told = run_train(tmp_path, "--data-path", stored, *argv, "--exif", "--output-dir", tmp_path / "a").check().output
-    assert "EXIF says to turn 14 of 17 images looked at; they are turned" in told
-    run_train(tmp_path, "--data-path", tmp_path / "upright", *argv, "--output-dir", tmp_path / "b").check()
-    stopped = ["--data-path", stored, *argv, "--exif", "--output-dir", tmp_path / "c", "--resume", "auto"]
-    run_train(tmp_path, *stopped, "--stop-epoch", 1, world_size=2).check()
-    run_train(tmp_path, *stopped).check()
-    a, b, c = (load_checkpoint(tmp_path / name / "checkpoint.pth", name) for name in "abc")
-    for other in (b, c):
-        assert all(torch.equal(tensor, other["model"][name]) for name, tensor in a["model"].items())
-    losses = [[each.get("loss") for each in read_metrics(tmp_path / name / "metrics.jsonl")] for name in "abc"]
-    assert losses[0] == losses[1] == losses[2]
-    evaluated = ["--test-only", "--device", "cpu", "--workers", 0, "--resume", tmp_path / "a" / "checkpoint.pth"]
-    said = run_train(tmp_path, *evaluated, "--data-path", stored).check().output
-    assert "--crop-mode border --exif: as in the checkpoint" in said
-    wrong = run_train(tmp_path, *evaluated, "--data-path", stored, "--no-exif").check().output
-    lines = [next(line for line in text.splitlines() if line.startswith("Test: Acc@1")) for text in (said, wrong)]
-    assert lines[0] != lines[1]
+        turned = as_stored("PNG", number % 8 + 1)
+        path.write_bytes(turned)
+        upright(turned).save(upright_path, "PNG")
+
+    def load(folder, *more):
+        argv = ["--data-path", str(folder), *"--train-crop-size 32 --val-crop-size 32 --device cpu".split(), *more]
+        args = config.parse_args(argv)
+        train, val = data.build_datasets(*config.split_dirs(args), args)
+        return [train.load(SampleKey(n, 1))[0] for n in range(8)] + [val.load(n)[0] for n in range(8)]
+
+    ours, theirs, wrong = load(stored, "--exif"), load(tmp_path / "upright"), load(stored)
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert [torch.equal(*pair) for pair in zip(ours, wrong, strict=True)] == [True, *[False] * 7] * 2
 
 
 def test_a_pack_keeps_the_tag_and_its_range_and_an_older_one_is_refused(tmp_path):

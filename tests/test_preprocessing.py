@@ -12,7 +12,6 @@ from PIL import Image, ImageOps
 from torch.nn import functional as F
 
 import data
-from checkpointing.archive import load_checkpoint
 from checkpointing.published import add_published_options, choose_preprocessing
 from checkpointing.weights import BARE, Weights
 from errors import UserError
@@ -202,15 +201,6 @@ def test_nothing_is_assumed_of_a_model_that_nothing_is_published_about(tool, arg
     assert not (folder / "x").exists()
 
 
-def test_neither_does_an_evaluation_by_train(made, tmp_path):
-    folder, _ = made
-    # A wrapped state dict says no more than a bare one.
-    torch.save({"model": torch.load(folder / "own.pth", weights_only=True)}, tmp_path / "wrapped.pth")
-    for file in (folder / "own.pth", tmp_path / "wrapped.pth"):
-        argv = ["--test-only", "--weights", file, "--data-path", folder / "images", *MACHINE]
-        refused(run_train(tmp_path, *argv, "--model", f"{folder / 'net.py'}:odd"), *FLAGS)
-
-
 def test_a_dry_run_refuses_weights_of_another_model(made, tmp_path):
     folder, _ = made
     argv = ["--data-path", folder / "images", "--batch-size", 4, *MACHINE, "--dry-run", "--model", TIMMS]
@@ -308,7 +298,7 @@ def test_timms_models_are_given_images_as_timms_config_says():
     assert (args.mean, args.std, notes) == ([0.485, 0.456, 0.406], [1.0, 1.0, 1.0], [])
 
 
-def test_a_run_of_before_the_crop_mode_goes_on_with_the_centre(capsys):
+def test_a_resumed_run_takes_the_checkpoints_and_of_before_the_crop_mode_the_centre(capsys):
     squashing = "timm/convnext_tiny.in12k_ft_in1k_384"
     args, notes = taken("--model", squashing)
     assert args.crop_mode == "squash"
@@ -316,23 +306,9 @@ def test_a_run_of_before_the_crop_mode_goes_on_with_the_centre(capsys):
     args = args.replaced(rank=0, world_size=1)
     shards = {"global_batch_size": 32, "num_shards": 1}
     theirs = {name: value for name, value in vars(args).items() if name in BY_NAME}
-    assert config.assign(args, {"args": theirs, "shards": shards}).crop_mode == "squash"
+    theirs["mean"] = [0.25, 0.5, 0.75]
+    resumed = config.assign(args, {"args": theirs, "shards": shards})
+    assert (resumed.crop_mode, resumed.mean, resumed.std) == ("squash", [0.25, 0.5, 0.75], args.std)
     del theirs["crop_mode"]
     assert config.assign(args, {"args": theirs, "shards": shards}).crop_mode == "center"
     assert "--crop-mode center: as in the checkpoint" in capsys.readouterr().out
-
-
-def test_a_resumed_run_and_an_evaluation_take_the_checkpoints(tmp_path):
-    images = write_images(tmp_path / "images", {"train": [8, 8], "val": [2, 2]})
-    out = tmp_path / "out"
-    argv = ["--data-path", images, "--output-dir", out, "--model", VIT, *SMALL, "--batch-size", 8, "--workers", 0]
-    run_train(tmp_path, *argv, "--epochs", 1, "--mean", 0.25, 0.5, 0.75).check()
-    trained = load_checkpoint(out / "checkpoint.pth", "it")["args"]
-    assert (trained["mean"], trained["std"]) == ([0.25, 0.5, 0.75], [0.5] * 3)
-
-    refused(run_train(tmp_path, *argv, "--resume", "auto", "--epochs", 2, "--mean", 0.5, 0.5, 0.5), "mean")
-    resumed = run_train(tmp_path, *argv, "--resume", "auto", "--epochs", 2).check()
-    assert "--mean 0.25 0.5 0.75: as in the checkpoint" in resumed.output
-    assert load_checkpoint(out / "checkpoint.pth", "it")["args"]["mean"] == [0.25, 0.5, 0.75]
-    tested = run_train(tmp_path, *argv, "--resume", out / "checkpoint.pth", "--test-only").check()
-    assert "--mean 0.25 0.5 0.75: as in the checkpoint" in tested.output
