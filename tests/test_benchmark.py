@@ -63,21 +63,6 @@ def test_the_bare_step_makes_the_updates_of_the_loop():
             torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("loader", "--data-path"), ("step --rounds 0", "--rounds"), ("step --json no/figures", "--json"),
-        ("step --modle x", "--model"), ("saving", "COMMAND"),
-        ("loader --data-path . --against tim", "invalid choice: 'tim'"),
-        ("loader --data-path . --against timm --cores 0", "--cores"),
-    ],
-)  # fmt: skip
-def test_a_wrong_command_is_one_line_and_exit_code_2(tmp_path, argv, words):
-    outcome, output = run_tool(tmp_path, "benchmark", *argv.split(), code=2)
-    assert output == ""
-    assert words in outcome.output.splitlines()[-1]
-
-
 @pytest.mark.parametrize("cores", [1, 2])
 def test_a_race(image_folder, tmp_path, cores):
     command = ["loader", "--data-path", image_folder, "--rounds", 2, "--images", 9, "--batch-size", 4]

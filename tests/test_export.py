@@ -197,16 +197,6 @@ def check(predictions, model, files, classes=CLASSES):
         assert [t["probability"] for t in each["top"]] == sorted((t["probability"] for t in each["top"]), reverse=True)
 
 
-@pytest.mark.parametrize("form", ["checkpoint", "average", "-????????.pth", ".safetensors", ".onnx", ".pt2"])
-def test_each_form_predicts_as_plain_torchvision(made, tmp_path, form):
-    checkpoint, out, images, files = made
-    source = checkpoint if form in ("checkpoint", "average") else next(out.glob(f"{MODEL}{form}"))
-    more = ["--ema"] if form == "average" else []
-    _, output = run_tool(tmp_path, "predict", source, images, "--json", "--batch-size", 2, *more)
-    model = plain_model(checkpoint, "model_ema" if form == "average" else "model")
-    check(json.loads(output)["images"], model, files)
-
-
 def test_json_stands_alone_on_standard_output(made, tmp_path):
     """With the warnings of libraries."""
     _, out, _, files = made

@@ -81,13 +81,12 @@ def test_the_official_archives_become_what_torchvision_makes_of_them(official, t
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        ("official", ("scripts.prepare.os.sync", 1, "after")),  # train is whole, and has no name yet
-        ("official", ("scripts.prepare.os.rename", 2, "before")),
         ("kaggle", ("scripts.prepare.os.replace", 9, "before")),  # a file is whole, and has no name yet
         ("parquet", ("scripts.prepare.os.replace", 9, "after")),
     ],
 )
 def test_killed_and_run_again_it_gives_the_same_folders(source, tmp_path, request, fault):
+    """In test_power_cut.py the official archives, at any moment."""
     out = tmp_path / "out"
     command = [request.getfixturevalue(source), out, "--skip-md5"]
     killed = run(tmp_path, *command, fault=fault)
