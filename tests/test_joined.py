@@ -83,9 +83,10 @@ def joined_rank(world_size, port, backend, argvs):
     check_left(rank, world_size, backend)
 
 
-# The second carries no CPU tensors, as one of NCCL's.
-@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:gloo", "cuda:gloo"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+# The last carries no CPU tensors, as one of NCCL's.
+@pytest.mark.parametrize(
+    ("world_size", "backend"), [(1, "cpu:gloo,cuda:gloo"), (4, "cpu:gloo,cuda:gloo"), (2, "cuda:gloo")]
+)
 def test_a_group_of_anothers_is_used_and_left_with_the_same_bits(runs, tmp_path, world_size, backend):
     names = [f"joined-{world_size}-{backend.replace(':', '-')}-{number}" for number in range(2)]
     arguments = (world_size, free_port(), backend, [runs.argv(name, FLAG) for name in names])

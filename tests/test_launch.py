@@ -132,13 +132,6 @@ def test_a_task_of_one_core_has_one_worker_whatever_the_machine_has(monkeypatch)
     assert "--workers 1: of this process's 1 core (srun --cpus-per-task), at most 16" in lines
 
 
-def test_world_size_without_a_launcher_is_refused(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    args = config.parse_args(["--synthetic", "--world-size", "2"])
-    with pytest.raises(UserError, match=r"torchrun --nproc_per_node=2 train\.py"):
-        config.on_machine(args)
-
-
 def test_srun_without_its_nodes_is_refused(monkeypatch):
     for name, value in without(SRUN, "NODELIST").items():
         monkeypatch.setenv(name, value)

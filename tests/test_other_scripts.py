@@ -209,8 +209,12 @@ def test_the_resized_side_is_timms_for_the_models_own_size(model, share):
     ("-a vgg11 --world-size 1 D", "--model vgg11 --data-path D --batch-size 128 --global-batch-size 256"),
     ("-a vgg11 -b 65 D", "--model vgg11 --batch-size 32 --global-batch-size 64 --data-path D"),
 ])  # fmt: skip
-def test_under_torchrun_the_command_begins_with_it_and_counts_its_processes(torchrun, line, expected):
-    assert f"torchrun --nproc_per_node=2 train.py {expected}\n" in torchrun(2, *line.split()).stderr
+def test_under_torchrun_the_command_begins_with_it_and_counts_its_processes(monkeypatch, line, expected):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    for name, value in {**place, "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(f"torchrun --nproc_per_node=2 train.py {expected}") + "(\n|$)"):
+        config.parse_args(line.split())
 
 
 @pytest.mark.filterwarnings("error:Arguments other than a weight enum")

@@ -43,10 +43,6 @@ def start(started, out, *extra, **options):
     )
 
 
-def read_status(out):
-    return json.loads((out / "status.json").read_bytes())
-
-
 def wait_for_handler(pid, number):
     """Wait until a process catches a signal: before that, Python itself is starting."""
     deadline = time.monotonic() + 30
@@ -73,7 +69,7 @@ def test_a_signal_while_python_imports_is_a_preemption_like_any_other(started, t
     time.sleep(max(0.0, begin + delay_s - time.monotonic()))
     process.send_signal(number)
     output, errors = process.communicate(timeout=120)
-    status = read_status(out)
+    status = json.loads((out / "status.json").read_bytes())
     assert process.returncode == 0, output + errors
     if status["state"] == "preempted" or delay_s < 2:
         assert (status["state"], status["step"], status["requeue"]) == ("preempted", 6, True), output
@@ -145,16 +141,6 @@ def test_one_version_everywhere(started):
         assert [*map(int, number.split("."))] > [*map(int, newest.split("."))]
     else:
         assert settings.__version__ == newest
-
-
-def test_closed_standard_files_are_no_reason_to_fail(started, tmp_path):
-    """In a Python of its own: what it opens while it starts and imports would get their numbers."""
-    out = started.copy(tmp_path / "out")
-    words = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command(started, out, "--resume", "auto")]
-    outcome = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
-    assert outcome.returncode == 0, outcome.stderr
-    assert read_status(out)["state"] == "finished"
-    assert outcome.stderr == ""
 
 
 def test_a_tensorflow_beside_torch_is_not_imported(tmp_path):

@@ -35,7 +35,6 @@ REFUSED = {
     "a working folder that is gone": ('cd "$(mktemp -d)"; rmdir "$PWD"; exec "$@"', "", "current folder was removed"),
     "16 open files": ('ulimit -n 16; exec "$@"', "--workers 2", "Too many open files"),
     "a locale without UTF-8": ('LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 exec "$@"', "", "set PYTHONUTF8=1"),
-    "small files alone": ('ulimit -f 4; exec "$@"', "", "ulimit -f"),
 }
 
 
