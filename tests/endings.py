@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import tomllib
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 import torch
@@ -120,7 +120,11 @@ def read_metrics(path: Path) -> list[dict]:
 
 def _read_records(path: Path) -> list[dict]:
     """Return the lines of metrics.jsonl, but for what the machine decides."""
-    records = map(json.loads, path.read_text().splitlines())
+    return exact(map(json.loads, path.read_text().splitlines()))
+
+
+def exact(records: Iterable[dict]) -> list[dict]:
+    """Return records without what the machine decides."""
     return [{key: value for key, value in record.items() if key not in MACHINE_FIELDS} for record in records]
 
 

@@ -174,18 +174,7 @@ def test_a_run_that_stopped_early_is_finished_and_goes_on_with_more_patience(sta
 
 
 def test_a_trial_takes_the_first_images_of_each_class_in_turn(image_folder, tmp_path):
-    trial = [
-        "--limit-train-images",
-        8,
-        "--limit-val-images",
-        5,
-        "--epochs",
-        1,
-        "--eval-batch-size",
-        3,
-        "--batch-size",
-        4,
-    ]
+    trial = "--limit-train-images 8 --limit-val-images 5 --epochs 1 --eval-batch-size 3 --batch-size 4".split()
     argv = [*SMALL, "--data-path", image_folder, *trial, "--output-dir", tmp_path / "out", "--lr-warmup-epochs", 0]
     output = run_train(tmp_path, *argv).check().output
     found = {}

@@ -16,7 +16,7 @@ from monitoring import loggers
 from monitoring.events import curves
 from monitoring.monitor import read_records
 from settings import config
-from tests.endings import MACHINE_FIELDS
+from tests.endings import MACHINE_FIELDS, exact
 from tests.ranks import run_ranks, train_rank
 from tests.started import SMALL_ANYWHERE
 
@@ -61,10 +61,6 @@ def train_in(folder, images, names, *argv, world_size=1, faults=(), prepare=()):
     ]  # fmt: skip
     arguments = [str(word) for word in words]
     return run_ranks(train_rank, world_size, arguments, list(faults), prepare, log_folder=folder)
-
-
-def exact(records):
-    return [{name: value for name, value in each.items() if name not in MACHINE_FIELDS} for each in records]
 
 
 def lines_of(path):

@@ -17,7 +17,7 @@ import metrics
 import sampler
 import train
 import utils
-from tests.endings import MACHINE_FIELDS
+from tests.endings import exact
 from tests.ranks import run_check, run_ranks, train_rank
 from tests.started import SMALL
 
@@ -150,7 +150,7 @@ def test_what_is_measured_reaches_console_records_and_curves_by_its_name(image_f
         out = tmp_path / str(world_size)
         outcome = run_ranks(measured_rank, world_size, [*argv, "--output-dir", str(out)], log_folder=tmp_path).check()
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        all_records.append([{k: v for k, v in r.items() if k not in MACHINE_FIELDS} for r in records])
+        all_records.append(exact(records))
         lines = outcome.output.splitlines()
         values = [record for record in records if record["kind"] == "val"]
         assert [record["kind"] for record in records] == [

@@ -17,7 +17,7 @@ from monitoring import gauges, monitor
 from monitoring.events import NOT_DRAWN
 from monitoring.monitor import read_records
 from scripts.report import write_report
-from tests.endings import MACHINE_FIELDS
+from tests.endings import exact
 from tests.ranks import run_ranks, train_rank
 from tests.started import SMALL_ANYWHERE, run_train
 
@@ -39,10 +39,6 @@ def finished(image_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("monitored")
     outcome = train_in(folder, image_folder).check()
     return SimpleNamespace(out=folder / "run", output=outcome.output)
-
-
-def exact(records):
-    return [{name: value for name, value in r.items() if name not in MACHINE_FIELDS} for r in records]
 
 
 @pytest.mark.dist

@@ -61,20 +61,11 @@ def test_training_pixels_are_torchvisions_for_the_same_seed(policy, backend):
     steps = [tv.PILToTensor(), *steps] if backend == "tensor" else [*steps, tv.PILToTensor()]
     oracle = tv.Compose([*steps, *NORMALIZE, tv.RandomErasing(0.5)])
     preset = presets.ClassificationPresetTrain(
-        crop_size=32,
-        interpolation=interpolation,
-        hflip_prob=0.4,
-        crop_scale=0.3,
-        auto_augment_policy=policy,
-        ra_magnitude=7,
-        augmix_severity=2,
-        random_erase_prob=0.5,
-        color_jitter=0.3 * has_jitter,
-        grayscale_prob=0.4 * has_jitter,
-        blur_prob=0.6 * has_jitter,
-        backend=backend,
+        crop_size=32, interpolation=interpolation, hflip_prob=0.4, crop_scale=0.3, auto_augment_policy=policy,
+        ra_magnitude=7, augmix_severity=2, random_erase_prob=0.5, color_jitter=0.3 * has_jitter,
+        grayscale_prob=0.4 * has_jitter, blur_prob=0.6 * has_jitter, backend=backend,
         use_v2=backend == "tensor",  # which changes no pixel
-    )
+    )  # fmt: skip
     image, results = picture(67, 45), []
     for seed in range(8):
         torch.manual_seed(seed)

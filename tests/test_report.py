@@ -106,11 +106,8 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
         assert row in page.rows
     pictures = [attrs["alt"] for tag, attrs in page.tags if tag == "img"]
     counts = "picture-counts-00000010.json"  # of best.pth, not the newest
-    assert sorted(name for name in pictures if "curves" not in name) == [
-        counts,
-        "picture-mistakes-00000010.png",
-        "picture.png",
-    ]
+    expected = [counts, "picture-mistakes-00000010.png", "picture.png"]
+    assert sorted(name for name in pictures if "curves" not in name) == expected
     place = page.rows.index(["file", "class", "predicted", "confidence"])
     assert page.rows[place + 1] == ["cat/a<b.jpg", "cat", "dog", "87.5%"]
     assert "validation, after step 10: best.pth" in path.read_text()

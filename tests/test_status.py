@@ -14,7 +14,7 @@ import pytest
 
 from files import own_temporary_folder
 from tests.exports import run_tool
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, wait_for
 from tests.started import SMALL_PLAIN, refused, run_train
 
 # As train.py, but renewed so often that a test need not wait, and asking the system for memory in every step.
@@ -46,13 +46,6 @@ def running(image_folder, tmp_path):
 def read(folder: Path) -> dict:
     path = folder / "status.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def wait_for(condition, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def told(tmp_path, *argv, code):
