@@ -116,7 +116,7 @@ class IndexedImageFolder(Dataset):
     def error(self, number: int, reason: str) -> ImageError:
         """Return the error for an image that cannot be read, with the reason."""
         name = self.index.class_name(number)
-        return ImageError(f"cannot read image {self.index.path(number)} (class {name}): {reason}")
+        return ImageError(one_line(f"cannot read image {self.index.path(number)} (class {name}): {reason}"))
 
     def load(self, key: int) -> tuple[Any, int]:
         """Return one image, by a preset (3, H, W) uint8, and its class.

@@ -79,9 +79,8 @@ class TarIndex(ImageIndex):
         # Compared after the read, so that the bytes are known to be of the tar that was scanned.
         status = os.fstat(tar.fileno())
         if len(content) < size or (status.st_mtime_ns, status.st_size) != (mtime_ns, tar_size):
-            raise ImageError(
-                f"cannot read image {self.path(number)}: the tar has changed since it was scanned; start again"
-            )
+            line = f"cannot read image {self.path(number)}: the tar has changed since it was scanned; start again"
+            raise ImageError(one_line(line))
         return content
 
     def scan(self, scan: Scan) -> list[str]:

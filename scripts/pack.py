@@ -164,7 +164,7 @@ def pack_images(options: argparse.Namespace, task: tuple[Source, range]) -> list
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise ImageError(
-                f"cannot pack image {source.path(number)}: {one_line(reason)}; replace it, or leave it out"
+                one_line(f"cannot pack image {source.path(number)}: {reason}; replace it, or leave it out")
             ) from error
     return packed
 

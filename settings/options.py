@@ -66,12 +66,18 @@ def expand_home(dest: str, value: Any) -> Any:
     """Return the value of an option with ~ and ~USER replaced where a path, or that of NAME=PATH, begins with it.
 
     Shells leave `--output-dir=~/runs` as it is. A path that is there as it is written stays: an older run may be in it.
+    UserError if there is no such user.
     """
     if isinstance(value, list):
         return [expand_home(dest, each) for each in value]
     is_path = isinstance(value, str) and "~" in value and dest != "multi_label"  # where it separates labels
     begin = re.match(r"(?:\w[\w.-]*=)?(?=~[\w.-]*(?:/|$))", value) if is_path and not os.path.lexists(value) else None
-    return value if begin is None else begin[0] + os.path.expanduser(value[begin.end() :])
+    if begin is None:
+        return value
+    path = os.path.expanduser(value[begin.end() :])
+    if path.startswith("~"):
+        raise UserError(f"{value}: {path.partition('/')[0]} is nobody's home folder here; give a whole path")
+    return begin[0] + path
 
 
 def lower(text: str) -> str:

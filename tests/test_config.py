@@ -188,6 +188,8 @@ def test_a_home_folder_is_expanded_wherever_a_path_is_given(tmp_path, monkeypatc
     # A run of before this was so is in a folder of that name, and goes on there.
     (tmp_path / "~" / "x").mkdir(parents=True)
     assert parse("--output-dir=~/x", "--resume", "auto").output_dir == "~/x"
+    with pytest.raises(UserError, match="~nobody-here is nobody's home folder here; give a whole path"):
+        parse("--eval-data", "a=~nobody-here/x")
 
 
 OUT_OF_RANGE = [
