@@ -167,9 +167,8 @@ def read_rank(world_size: int, dist_url: str) -> Launch:
     """
     launch = read_launch(world_size=world_size)
     if launch.rank >= launch.world_size:
-        total = counted(launch.world_size, "process")
-        remedy = "ranks count from 0; set WORLD_SIZE, or start with torchrun"
-        raise UserError(f"rank {launch.rank} of {total}: {remedy}", is_of_one_rank=True)
+        line = f"rank {launch.rank} of {counted(launch.world_size, 'process')}: ranks count from 0"
+        raise UserError(f"{line}; set WORLD_SIZE, or start with torchrun", is_of_one_rank=True)
     if not launch.is_launched and world_size > 1:
         start = f"torchrun --nproc_per_node={world_size} train.py ..."
         raise UserError(f"--world-size {world_size}, but no launcher has set RANK; start with `{start}`")

@@ -52,9 +52,8 @@ class Meeting:
                         next_line_s += _LINE_S
         finally:
             self._is_over.set()
-        remedy = "check that all have started and that ports are open, or raise it"
-        minutes = self.timeout.total_seconds() / 60
-        line = f"{self._lacking}, after {minutes:g} min (--dist-timeout); {remedy}"
+        line = f"{self._lacking}, after {self.timeout.total_seconds() / 60:g} min (--dist-timeout)"
+        line += "; check that all have started and that ports are open, or raise it"
         raise UserError(line, exit_code=1, is_of_one_rank=True)  # rank 0 may not be there to print it
 
     def _meet_into(self, found: Future) -> None:
@@ -122,10 +121,8 @@ class Meeting:
             for each in here:
                 theirs = int(store.get(keys[each]))
                 if theirs != world_size:
-                    ours = f"rank {rank} is one of {counted(world_size, 'process')}"
-                    remedy = "start all with the same number"
-                    line = f"{ours}, but rank {each} one of {theirs} (WORLD_SIZE); {remedy}"
-                    raise UserError(line, is_of_one_rank=True)
+                    line = f"rank {rank} is one of {counted(world_size, 'process')}, but rank {each} one of {theirs}"
+                    raise UserError(f"{line} (WORLD_SIZE); start all with the same number", is_of_one_rank=True)
             if is_complete:
                 return
             missing = ", ".join(str(each) for each in seen if each not in here)[:60]
