@@ -310,6 +310,7 @@ def cli(args=None):
             error = UserError(f"code of your own has raised {error!r:.90}; let it raise an Exception", exit_code=1)
         error = collectives.report_end(error)
         note_refusal(args, error)
+        collectives.watchdog.stop()  # `end_by` waits for other ranks
         end_by(error, read_launch())
     end_process(0)
 

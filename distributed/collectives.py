@@ -330,7 +330,7 @@ def report_end(error: BaseException) -> BaseException:
             "look at its output, `py-spy dump` and the system's log (out of memory?); --resume auto continues"
         )
     else:
-        why = "the ranks cannot reach each other; check the network between the machines"
+        why = "all ranks are there, but one was stopped (a suspended job), or the network between them fails"
     cause = "timed out (--dist-timeout)" if re.search("[Tt]imed? ?out", str(error)) else "connection lost"
     is_first = rank == min(ends.keys() - {*failed})
     return UserError(f"{cause} while {watchdog.stage}: {why}", exit_code=1, is_of_one_rank=is_first)

@@ -209,6 +209,28 @@ def test_a_process_that_was_stopped_for_longer_than_the_limit_has_not_stalled(ru
     assert "stalled" not in output  # it might end before it is ended
 
 
+def stop_rank_0():
+    if os.environ["RANK"] == "0":
+        at_step(pause, 2)
+
+
+def test_processes_that_were_stopped_for_longer_than_a_collective_may_take_say_so(runs, numbered, tmp_path):
+    argv = [*runs.argv("suspended", shards=2), "--dist-timeout", "0.1", "--stall-timeout", "1"]
+    processes, logs = start_apart(tmp_path, argv, (stop_rank_0,))
+    ranks.wait_for(lambda: ranks.is_stopped(processes[0].pid))
+    time.sleep(2)  # until rank 1 waits for it
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    time.sleep(8)
+    for process in processes:
+        os.kill(process.pid, signal.SIGCONT)
+    codes, outputs = end_of(processes, logs)
+    assert codes == [1, 1]
+    words = "while training: all ranks are there, but one was stopped"
+    assert [output.count(words) for output in outputs] == [1, 1], outputs
+    runs.run("suspended", 2, shards=2).check()
+    assert differing_results(runs.folder / "suspended", runs.folder / "undisturbed") == []
+
+
 def oversleep():
     step = torch.optim.SGD.step
 
