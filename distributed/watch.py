@@ -171,9 +171,8 @@ class Watchdog:
         hung = [other for other in others if not silent and not self._others[other][2]]
         stages = {other: f" ({theirs[1]})" for other, theirs in self._others.items()}
         names = ", ".join(f"rank {other}{stages.get(other, '')}" for other in (silent + hung)[:8])
-        if not names:
-            return ""
-        return f"no sign of life from {names}" if silent else f"no progress on {names}"
+        verdict = "no sign of life from" if silent else "no progress on"
+        return f"{verdict} {names}" if names else ""
 
     # The end
 
