@@ -289,7 +289,8 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
     """End this process for an error: one line and an exit code if it has one, else a traceback and 1.
 
     Most errors are met by all ranks, so the others wait ten seconds for rank 0 to print it and the launcher to end
-    them; then they print it too, since one may have met it alone. torchrun turns any exit code into 1.
+    them; then the first rank of each node prints it too, and all where no launcher has started them: one may have met
+    it alone. torchrun turns any exit code into 1.
 
     Args:
         error: the error to report.
@@ -314,6 +315,8 @@ def end_by(error: BaseException, launch: Any, prog: str = "train.py") -> None:
     where = f" on rank {launch.rank}" if launch.rank else ""
     if launch.rank and not getattr(error, "is_of_one_rank", False):
         time.sleep(10)
+        if launch.local_rank and not launch.is_by_hand and not isinstance(error, StorageError):  # met by all of a node
+            end_process(exit_code)
     # By `say`, since print is silent on other ranks than 0.
     say(error_line(f"{prog}: error{where}", str(error), has_lines=getattr(error, "has_lines", False)))
     end_process(exit_code)

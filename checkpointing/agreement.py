@@ -137,5 +137,4 @@ def _differing(ranks: Sequence[Mapping[str, list[str]]], verb: str) -> str:
             words = [text if one[0] != other[0] else f"{text} {origin}" for text, origin in (one, other)]
             texts.append("{} (rank 0: {})".format(*words))
     more = f", and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
-    also = f"; {len(others) - 1} more of the ranks are not as rank 0" if others[1:] else ""
-    return f"rank {others[0]} {verb} rank 0: {', '.join(texts[:_MOST])}{more}{also}"
+    return f"rank {others[0]} {verb} rank 0: {', '.join(texts[:_MOST])}{more}"

@@ -28,6 +28,7 @@ class Launch(NamedTuple):
     num_local: int = 1  # processes on its machine
     is_launched: bool = False  # whether a launcher started it; else it is alone
     is_torchrun: bool = False
+    is_by_hand: bool = False  # whether variables were set for each process, and nobody ends the others with one
     agent: str | None = None  # name of the torchrun that starts and restarts it
     attempt: int = 0  # how often torchrun has restarted the processes
     num_nodes: int = 1  # machines that torchrun uses
@@ -63,6 +64,7 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
     launch = Launch(
         num_local=_read(environ, on_node, 1, least=1),
         is_torchrun="TORCHELASTIC_RUN_ID" in environ,
+        is_by_hand=not {"TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", _MPI[0][1], _MPI[1][1]} & environ.keys(),
         attempt=_read(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         num_nodes=_read(environ, "GROUP_WORLD_SIZE", 1, least=1),
         cores=None if is_mpi else _task_cores(environ),

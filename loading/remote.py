@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 import numpy
 
 from distributed import signals
-from distributed.watch import watchdog
 from errors import ImageError, StorageError, UserError, explain_limit, in_one_line, one_line, require_package
 from files import open_regular
 from loading.index import ArraySource
@@ -343,7 +342,6 @@ def retry_requests(
         try:
             return work()
         except _PassingError as error:
-            watchdog.beat()
             if time.monotonic() > begin + _QUIET_S and not is_said:
                 print(one_line(f"{where}: {error}; retrying for {timeout_s:g} s"), file=sys.stderr, flush=True)
                 is_said = True

@@ -32,8 +32,7 @@ def preview(args: Any) -> str:
 
     If a launcher started several processes, only the first can print afterwards. UserError for options that contradict.
     """
-    build_presets(args)  # these two find out whether what they name exists
-    build_metrics(args, IMAGENET_CLASSES)
+    build_presets(args), build_metrics(args, IMAGENET_CLASSES)  # find out whether what they name exists
     optim.check_schedule(args)
     config.find_device(args)
     if args.resume not in ("", "auto") and not Path(args.resume).is_file():

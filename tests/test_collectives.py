@@ -104,7 +104,7 @@ def test_a_low_limit_of_open_files_is_raised_or_one_line(tmp_path):
     run_ranks(train_rank, 8, argv, [], (limit_files, 45, 400), log_folder=tmp_path).check()  # needs 54
     done = run_ranks(train_rank, 8, [*argv, "--overwrite"], [], (limit_files, 42, 42), log_folder=tmp_path)
     assert done.codes[0] == 2
-    assert done.output.count("8 processes need 44 open files each; `ulimit -Hn` allows 42: raise it") == 1
+    assert done.outputs[0].count("8 processes need 44 open files each; `ulimit -Hn` allows 42: raise it") == 1
 
 
 GROUPS = {  # /proc/self/cgroup, the files below /sys/fs/cgroup, and the cores
