@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.ranks import free_port, wait_for
@@ -137,11 +137,19 @@ def is_answering(url):
     return True
 
 
+def free_pair():
+    """Return a port of which that 10,000 above it, which SeaweedFS takes too, is free as well."""
+    while True:
+        port = free_port()
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port + 10_000))
+            return port
+
+
 @contextmanager
 def seaweed(work, bucket):
     """Start SeaweedFS with an empty bucket, and yield the environment by which clients of S3 find it."""
-    # It takes also the ports 10,000 above them.
-    ports = {name: free_port() for name in ("master.port", "volume.port", "filer.port", "s3.port")}
+    ports = {name: free_pair() for name in ("master.port", "volume.port", "filer.port", "s3.port")}
     keys = {"AWS_ACCESS_KEY_ID": "planted-key", "AWS_SECRET_ACCESS_KEY": "planted-secret"}
     (work / "s3.json").write_text(
         '{"identities": [{"name": "t", "credentials": [{"accessKey": "planted-key", "secretKey": "planted-secret"}], '
@@ -155,7 +163,7 @@ def seaweed(work, bucket):
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=work)
     try:
         endpoint = f"http://127.0.0.1:{ports['s3.port']}"
-        wait_for(lambda: is_answering(endpoint), 40)
+        wait_for(lambda: is_answering(endpoint))
         addresses = (f"-{name}=127.0.0.1:{ports[f'{name}.port']}" for name in ("master", "filer"))
         shell = [command[0], "shell", *addresses]
         subprocess.run(shell, input=f"s3.bucket.create -name {bucket}\n".encode(), check=True, capture_output=True)
