@@ -8,7 +8,7 @@ WORKERS ?= 4
 DIGITS := $(BIN)/torchrun --standalone --nproc_per_node=2 train.py --recipe digits
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo format lint test test-dist test-slow chaos fuzz gpu-report test-gpu clean
+.PHONY: help setup demo format lint check test test-cluster test-dist test-slow durations map mutants chaos fuzz gpu-report test-gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -39,14 +39,30 @@ lint: $(READY)  ## check style, names, complexity, spelling and size
 	$(BIN)/codespell
 	$(BIN)/python .ci/size.py
 
-test: $(READY)  ## run the test suite, without a GPU: some minutes on two cores
-	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
+check: lint  ## lint, and run the tests that reach what has changed since BASE, by `make map`: at most a minute
+	$(BIN)/python -m tests.check $(BASE)
+
+test: $(READY)  ## run the test suite, without a GPU: five minutes on two cores
+	$(BIN)/python -m pytest -m "not slow and not cluster" --numprocesses $(WORKERS) --dist worksteal \
+		--junitxml .pytest_cache/tests.xml
+
+test-cluster: $(READY)  ## run the tests that need a Slurm, an MPI or the cores for themselves
+	$(BIN)/python -m pytest -m "cluster and not slow"
 
 test-dist: $(READY)  ## run the tests that start several processes
 	$(BIN)/python -m pytest -m dist
 
 test-slow: $(READY)  ## run the tests that take long
 	$(BIN)/python -m pytest -m slow
+
+durations: test  ## run the test suite and write what it costs, by file and test, into tests/durations.txt
+	$(BIN)/python -m tests.durations --write
+
+map: $(READY)  ## note which test reaches which line, for `make check` and `make mutants`
+	$(BIN)/python -m tests.reach
+
+mutants: $(READY)  ## plant 500 faults and list those that no test notices; `python -m tests.mutants --help` has more
+	$(BIN)/python -m tests.mutants
 
 chaos: $(READY)  ## inject faults into runs, thousands of times, and compare what they leave: some 20 minutes on two cores
 	$(BIN)/python -m tests.chaos
