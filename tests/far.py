@@ -5,8 +5,7 @@ and that each stream and the host waited for what they read. It says nothing of 
 
 A tensor of the device holds a CPU tensor in `raw`. Each memory has a mark: the stream that wrote it last, and when. A
 stream that reads what another one wrote, without having waited for it, reads `POISON`, and so does the host after a
-copy that does not block. `register` makes the device known in this process alone; what torchrun starts gets it as a
-real device does, by the entry point that `write_entry_point` makes.
+copy that does not block. `register` makes the device known in this process alone.
 
 What a device made in Python cannot carry, as torch 2.14 refuses it: pinned memory that C++ asks for, and with it the
 static graph of DDP ("implement `getPinnedMemoryAllocator`"); `torch.Generator("far")` ("implement `getNewGenerator`");
@@ -295,14 +294,6 @@ def _cast(op, to):
             )
 
     return kernel
-
-
-def write_entry_point(folder):
-    """Write a distribution whose entry point makes torch register the device; `folder` is for PYTHONPATH."""
-    info = folder / "far-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: far\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\nfar = tests.far:register\n")
 
 
 _pinned = weakref.WeakValueDictionary()
