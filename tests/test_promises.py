@@ -15,9 +15,7 @@ from typing import NamedTuple
 
 import numpy
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 import data
 import train
@@ -29,7 +27,6 @@ from tests.images import class_tars, files_of, pack, run_pack, write_images
 from tests.ranks import REPOSITORY, run_ranks, train_rank
 from tests.servers import RangeServer
 from tests.started import SMALL, refused, run_train
-from tests.tiny import Tiny
 
 PROMISES = {
     "labels": "each image has its class, by its colour; each is read once, by its SHA-256",
@@ -139,36 +136,29 @@ def by_shards(images, there, split):
         pack(there / f"{split}-{number:06d}.tar", dict(files[number::2]), f"{split}/")
 
 
-def by_samples(ending, prefix):
-    def write(images, there, split):
-        there.mkdir(exist_ok=True)
-        members = {}
-        for number, (name, path) in enumerate(sorted(files_of(images).items(), key=lambda item: item[0][-6:])):
-            label = name.split("/")[0]
-            text = label if ending == "cls" else json.dumps({"label": label})
-            key = f"{prefix}{number:05d}"
-            members |= {f"{key}.jpg": path.read_bytes(), f"{key}.{ending}": text.encode()}
-        (there / f"{split}-000000.tar").write_bytes(tar_of(members))
-
-    return write
+def by_samples(images, there, split):
+    there.mkdir(exist_ok=True)
+    members = {}
+    for number, (name, path) in enumerate(sorted(files_of(images).items(), key=lambda item: item[0][-6:])):
+        text = json.dumps({"label": name.split("/")[0]})
+        members |= {f"photos/{number:05d}.jpg": path.read_bytes(), f"photos/{number:05d}.json": text.encode()}
+    (there / f"{split}-000000.tar").write_bytes(tar_of(members))
 
 
-def by_list(ending, is_one=False):
-    def write(images, there, split):
-        there.mkdir(exist_ok=True)
-        shutil.copytree(images, there / "photos" / split)
-        mark = "\t" if ending == "tsv" else ","
-        path = there / (f"images.{ending}" if is_one else f"{split}.{ending}")
-        rows = [(f"photos/{split}/{name}", name.split("/")[0]) for name in files_of(images)]
-        head = "" if path.exists() else mark.join(["path", "label", *["split"] * is_one]) + "\n"
-        if ending == "jsonl":
-            text = "".join(json.dumps({"path": name, "label": label}) + "\n" for name, label in rows)
-        else:
-            text = head + "".join(mark.join([*row, *[split] * is_one]) + "\n" for row in rows)
-        with path.open("a") as file:
-            file.write(text)
+def by_lists(images, there, split):
+    there.mkdir(exist_ok=True)
+    shutil.copytree(images, there / "photos" / split)
+    rows = [{"path": f"photos/{split}/{name}", "label": name.split("/")[0]} for name in files_of(images)]
+    (there / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    return write
+
+def by_one_list(images, there, split):
+    by_lists(images, there, split)
+    rows = [json.loads(line) for line in (there / f"{split}.jsonl").read_text().splitlines()]
+    (there / f"{split}.jsonl").unlink()
+    with (there / "images.csv").open("a") as file:
+        file.write("path,label,split\n" * (file.tell() == 0))
+        file.writelines(f"{row['path']},{row['label']},{split}\n" for row in rows)
 
 
 def by_pack(images, there, split):
@@ -181,7 +171,7 @@ def by_folders(images, there, split):
 
 
 def of_several_labels(images, there, split):
-    by_list("jsonl")(images, there, split)
+    by_lists(images, there, split)
     path = there / f"{split}.jsonl"
     path.write_text(re.sub('"label": "(class[12])"', r'"label": ["\1", "class0"]', path.read_text()))
 
@@ -230,15 +220,6 @@ class Door(NamedTuple):
     elsewhere: dict[str, str] = {}  # noqa: RUF012
 
 
-NOT_READ = "tools read folders, lists, tars and packs alone"
-SAVED = "a saved run holds its own weights, and does not read the file again"
-
-
-def own(name, function, bad, **more):
-    """Return a door of code of one's own, whose file and a module that it imports may change."""
-    return Door(f"--{name} {{}}/mine.py:{function}", change=(edited("helper.py"), f"--{name}"), bad=bad, **more)
-
-
 def taught(there):
     words = ["--data-path", there / "data", *SMALL, "--batch-size", 4, "--epochs", 1, "--output-dir"]
     for seed, name in enumerate(("teacher", "other")):
@@ -249,53 +230,30 @@ def more_images(there):
     write_images(there / "more", {"val": [2, 2, 2]}, size=(32, 40))
 
 
-def weights_of(write):
-    def prepare(there):
-        torch.manual_seed(5)
-        write(dict(Tiny(3).state_dict()), there / "w.pth")
-
-    return prepare
-
-
-def as_examples(state, path):
-    state = {f"module.{name}": value for name, value in state.items()}
-    torch.save({"epoch": 3, "arch": "resnet18", "state_dict": state, "best_acc1": torch.tensor(1.0)}, path)
-
-
-def as_timms(state, path):
-    torch.save({"epoch": 3, "arch": "tiny_test", "state_dict": state, "version": 2, "optimizer": {}}, path)
-
-
-def weights(write):
-    bad = "--weights {}/other.pth", "other.pth"
-    return Door("--weights {}/w.pth", prepare=weights_of(write), bad=bad, elsewhere={"change": SAVED})
-
-
 DOORS = {
     "class folders": Door(change=(again, "data of"), bad=("--data-path {}/nowhere", "nowhere")),
     "class tars": Door(write=by_tars, change=(again, "data of"), bad=("--data-path {}/data/train", "val")),
     "shards of ours": Door(
         write=by_shards, change=(again, "data of"), bad=("--multi-label --bce-loss", "--multi-label"),
     ),
-    "WebDataset, .cls": Door(
-        write=by_samples("cls", ""), change=(again, "data of"),
-        elsewhere={"bad": "test_samples.py::test_bad_labels_are_one_line_that_names_shard_and_member"},
-    ),
     "WebDataset, .json in a folder": Door(
-        write=by_samples("json", "photos/"), change=(again, "data of"),
+        write=by_samples, change=(again, "data of"),
         elsewhere={"bad": "test_samples.py::test_bad_labels_are_one_line_that_names_shard_and_member"},
     ),
-    **{
-        f"list, .{ending}": Door(
-            write=by_list(ending), change=(again, "data of"),
-            elsewhere={"bad": "test_lists.py::test_a_list_that_cannot_be_used_is_named_with_its_line"},
-        )
-        for ending in ("csv", "tsv", "jsonl")
-    },
-    "list with a column split": Door(
-        write=by_list("csv", is_one=True), change=(again, "data of"),
+    "WebDataset, .cls": Door(elsewhere=dict.fromkeys(
+        PROMISES, "as .json, by test_samples.py::test_shards_with_labels_are_the_class_folders_of_their_images"
+    )),
+    "list, .jsonl": Door(
+        write=by_lists, change=(again, "data of"),
+        elsewhere={"bad": "test_lists.py::test_a_list_that_cannot_be_used_is_named_with_its_line"},
+    ),
+    "list, .csv with a column split": Door(
+        write=by_one_list, change=(again, "data of"),
         elsewhere={"bad": "test_lists.py::test_one_list_holds_both_splits_if_it_says_of_which_each_image_is"},
     ),
+    "list, .csv and .tsv": Door(elsewhere=dict.fromkeys(
+        PROMISES, "as .jsonl, by test_lists.py::test_a_list_of_class_folders_files_is_their_index"
+    )),
     "pack": Door(write=by_pack, change=(again, "data of"), bad=("--data-path {}/data/train", "val")),
     "pack over HTTP, cold and warm": Door(
         "--cache {}/cache", by_pack, path="URL", change=(again, "data of"),
@@ -310,22 +268,14 @@ DOORS = {
             "agree": "scripts.evaluate refuses it; test_multi_label.py::test_predictions_are_of_each_class_by_itself",
         },
     ),
-    "class weights": Door(
-        "--class-weights balanced", change=(option("--class-weights {}/w.csv"), "class-weights"),
+    "class weights and channels": Door(
+        "--class-weights balanced --in-chans 1 --random-erase 0.3", change=(option("--in-chans 4"), "in-chans"),
         bad=("--class-weights {}/none.csv", "no such file"),
     ),
-    "balanced sampler": Door(
-        "--balanced-sampler --metrics balanced_acc f1 --best-metric balanced_acc",
-        change=(option("--no-balanced-sampler"), "balanced-sampler"),
-        bad=("--ra-sampler", "--ra-sampler"),
-    ),
-    "channels": Door(
-        "--in-chans 1 --random-erase 0.3", change=(option("--in-chans 4"), "in-chans"),
-        bad=("--in-chans 2", "--in-chans"),
-    ),
-    "more sets": Door(
-        "--eval-data more={}/more/val", prepare=more_images, change=(moved, "data of more"),
-        bad=("--eval-data x={}/none", "none"),
+    "balanced sampler, average and more sets": Door(
+        """--balanced-sampler --metrics balanced_acc f1 --best-metric balanced_acc --model-ema --model-ema-steps 1
+        --eval-data more={}/more/val""",
+        prepare=more_images, change=(moved, "data of more"), bad=("--ra-sampler", "--ra-sampler"),
     ),
     "part of train held out": Door(
         "--minival 0.1", change=(option("--minival 0.5"), "minival"), bad=("--minival 2", "--minival"),
@@ -334,33 +284,27 @@ DOORS = {
         "--teacher {}/teacher/best.pth", prepare=taught, change=(option("--teacher {}/other/best.pth"), "teacher"),
         bad=("--teacher {}/none.pth", "none.pth"),
     ),
-    "average": Door(
-        "--model-ema --model-ema-steps 1", change=(option("--model-ema-decay 0.5"), "model-ema-decay"),
-        bad=("--model-ema-decay 2", "--model-ema-decay"),
+    "own data set, model and loss with numbers": Door(
+        "--data-path {}/mine.py:folder --model {}/mine.py:model --criterion {}/mine.py:weighted",
+        change=(edited("helper.py"), "--data-path"), bad=("--criterion {}/mine.py:centred", "are not trained"),
+        elsewhere={"agree": "tools read folders, lists, tars and packs alone"},
     ),
-    "own data set": own(
-        "data-path", "folder", ("--data-path {}/mine.py:falling", "falling"), elsewhere={"agree": NOT_READ},
+    "own optimizer, loss and augmentation with draws, metric and schedule": Door(
+        """--opt {}/mine.py:noisy --criterion {}/mine.py:drawn --auto-augment {}/mine.py:turned
+        --metrics {}/mine.py:sure --lr-scheduler {}/mine.py:falling""",
+        change=(edited("mine.py"), "--opt"), bad=("--opt {}/mine.py:noise", "noisy"),
     ),
-    "own model": own("model", "model", ("--model {}/mine.py:net", "model"), elsewhere={"agree": NOT_READ}),
-    "own optimizer with state and draws": own("opt", "noisy", ("--opt {}/mine.py:noise", "noisy")),
-    "own loss with numbers": own("criterion", "weighted", ("--criterion {}/mine.py:centred", "are not trained")),
-    "own loss with draws": own("criterion", "drawn", ("--criterion {}/mine.py:sure", "sure")),
-    "own metric": own("metrics", "sure", ("--metrics {}/mine.py:falling", "falling")),
-    "own schedule": own("lr-scheduler", "falling", ("--lr-scheduler {}/mine.py:sure", "sure")),
-    "own augmentation with draws": own("auto-augment", "turned", ("--auto-augment {}/mine.py:sure", "sure")),
     "weights of this project": Door(
         "--weights {}/teacher/best.pth", prepare=taught, bad=("--weights {}/none.pth", "none.pth"),
-        elsewhere={"change": SAVED},
+        elsewhere={"change": "a saved run holds its own weights, and does not read the file again"},
     ),
     "weights by name": Door(elsewhere=dict.fromkeys(PROMISES, "a download; test_models.py, test_preprocessing.py")),
-    "weights, torchvision's": weights(lambda state, path: torch.save({"model": state, "epoch": 1}, path)),
-    "weights, pytorch/examples": weights(as_examples),
-    "weights, timm's": weights(as_timms),
-    "weights, safetensors": Door(
-        "--weights {}/w.safetensors",
-        prepare=weights_of(lambda state, path: save_file(state, path.with_suffix(".safetensors"))),
-        bad=("--weights {}/mine.py", "mine.py"), elsewhere={"change": SAVED},
-    ),
+    "weights of torchvision's, timm's and PyTorch's scripts": Door(elsewhere=dict.fromkeys(
+        PROMISES, "as this project's, by test_weights.py::test_files_of_other_scripts_give_the_models_own_weights"
+    )),
+    "weights, safetensors": Door(elsewhere=dict.fromkeys(
+        PROMISES, "so, by test_weights.py::test_a_safetensors_file_is_a_state_dict_and_a_damaged_one_is_refused"
+    )),
 }  # fmt: skip
 
 

@@ -16,7 +16,15 @@ import torch
 import settings
 from checkpointing.checkpoint import RunState
 from checkpointing.status import StatusFile
-from tests.ranks import REPOSITORY, free_port, torchrun_environment
+from tests.ranks import (
+    REPOSITORY,
+    free_port,
+    module_rank,
+    run_ranks,
+    start_ranks,
+    torchrun_environment,
+    train_rank,
+)
 from tests.started import SMALL_PLAIN, Started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -57,7 +65,7 @@ def wait_for_handler(pid, number):
 
 @pytest.mark.parametrize(
     ("number", "delay_s"),
-    [(TERM, 0.0), (INT, 1.5), *(pytest.param(HUP, tick / 4, marks=pytest.mark.slow) for tick in range(16))],
+    [(TERM, 0.0), *(pytest.param(HUP if tick % 2 else INT, tick / 4, marks=pytest.mark.slow) for tick in range(16))],
 )
 def test_a_signal_while_python_imports_is_a_preemption_like_any_other(started, tmp_path, number, delay_s):
     """In a run that resumes where one was killed."""
@@ -143,50 +151,38 @@ def test_one_version_everywhere(started):
         assert settings.__version__ == newest
 
 
-def test_a_tensorflow_beside_torch_is_not_imported(tmp_path):
-    """Its import takes seven seconds and half a gigabyte, for files that no run writes."""
-    (tmp_path / "tensorflow").mkdir()
-    (tmp_path / "tensorflow" / "__init__.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
-    script = "import sys; from pathlib import Path; from monitoring.events import EventFile\n"
-    script += "EventFile(Path(sys.argv[1]), {'args': {'lr': 1}}).close()"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
-    subprocess.run([sys.executable, "-c", script, tmp_path], env=environment, check=True)
-    assert list(tmp_path.glob("events.out.tfevents.*"))
-    assert not (tmp_path / "imported").exists()
+def be_as_on_windows():
+    """Lack what a Python on Windows lacks, and import this project's modules anew."""
+    sys.modules["fcntl"] = sys.modules["resource"] = None
+    del os.fork
+    for name, module in [*sys.modules.items()]:
+        if REPOSITORY in Path(getattr(module, "__file__", None) or "/").parents[:2]:
+            del sys.modules[name]
 
 
-WITHOUT_FORK = """
-import os, runpy, sys
-sys.modules["fcntl"] = sys.modules["resource"] = None
-del os.fork
-name, sys.argv = sys.argv[1], sys.argv[1:]
-(runpy.run_path if name.endswith(".py") else runpy.run_module)(name, run_name="__main__")
-"""
+@pytest.mark.parametrize("name", ["train.py", "scripts.evaluate", "scripts.report", "scripts.prepare"])
+def test_a_python_without_fork_as_on_windows_is_told_so_in_one_line(name, tmp_path):
+    name = REPOSITORY / name if name == "train.py" else name
+    done = run_ranks(module_rank, 1, name, ["--help"], (be_as_on_windows,), log_folder=tmp_path)
+    assert done.codes == [2]
+    assert done.output == "error: Touchstone needs Linux or macOS; on Windows, use it in WSL2\n"
 
 
-@pytest.mark.parametrize(
-    "name", ["train.py", "scripts.evaluate", "scripts.export", "scripts.report", "scripts.prepare"]
-)
-def test_a_python_without_fork_as_on_windows_is_told_so_in_one_line(name):
-    """Imitated: a Python without `os.fork` and the modules that Windows lacks."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", WITHOUT_FORK, name, "--help"]
-    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "error: Touchstone needs Linux or macOS; on Windows, use it in WSL2\n"
+def rank_with_a_seed(argv):
+    train_rank([*argv, "--seed", os.environ["RANK"]])
 
 
 @pytest.mark.dist
 def test_each_process_says_the_cause_in_one_line_where_no_launcher_ends_the_others(tmp_path):
     """As by hand: rank 0, at whose store they meet, ends ten seconds before the other, which is no stall either."""
-    argv = [sys.executable, REPOSITORY / "train.py", *SMALL_PLAIN, *"--synthetic 16 --stall-timeout 0.14".split()]
-    place, ranks = {**ENVIRONMENT, **torchrun_environment(0, 2, free_port())}, []
-    for more in ([], ["--seed", "5"]):
-        environment = {**place, "RANK": str(len(ranks)), "LOCAL_RANK": str(len(ranks))}
-        files = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen([*argv, "--output-dir", tmp_path, *more], text=True, env=environment, **files))
-    errors = [process.communicate(timeout=120)[1] for process in ranks]
-    cause = "rank 1 differs from rank 0: --seed 5 (rank 0: --seed 0)"
+    argv = [*SMALL_PLAIN, *"--synthetic 16 --stall-timeout 0.14 --output-dir".split(), str(tmp_path / "out")]
+    port = free_port()
+    places = [torchrun_environment(rank, 2, port) for rank in range(2)]
+    processes, logs = start_ranks(rank_with_a_seed, places, (argv,), tmp_path)
+    cause = "rank 1 differs from rank 0: --seed 1 (rank 0: --seed 0)"
     cause += "; start each with the same command, code and versions"
-    assert errors == [f"train.py: error: {cause}\n", f"train.py: error on rank 1: {cause}\n"]
-    assert [process.returncode for process in ranks] == [2, 2]
+    for process, log, where in zip(processes, logs, ("", " on rank 1"), strict=True):
+        process.join(60)
+        assert process.exitcode == 2
+        lines = [line for line in log.read_text().splitlines() if "error" in line or "stall" in line]
+        assert lines == [f"train.py: error{where}: {cause}"]

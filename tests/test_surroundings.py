@@ -21,12 +21,12 @@ OTHER_KERNELS = "no /proc"  # where torch cannot tell what the processor can do
 WORKS = {
     # As in a container of Kubernetes or OpenShift: a user with no name and no home, a checkout of somebody else's.
     "a user without a name": 'unset HOME USER LOGNAME; exec setpriv --reuid 12345 --regid 12345 --clear-groups "$@"',
-    "a home that cannot be written": 'HOME=/dev/null/x TMPDIR=/nonexistent exec "$@"',
-    "nothing in the environment": 'exec env -i OMP_NUM_THREADS=1 "$@"',
-    "a locale of ASCII": 'LC_ALL=POSIX exec "$@"',
-    "no output and no input": 'exec "$@" >&- 2>&- <&-',
-    "32 open files": 'ulimit -n 32; exec "$@"',
-    "files that nobody may read": 'umask 777; exec "$@"',
+    "a home that cannot be written, ASCII, files that nobody may read": (
+        'umask 777; HOME=/dev/null/x TMPDIR=/nonexistent LC_ALL=POSIX exec "$@"'
+    ),
+    "nothing in the environment, no output and no input, 32 open files": (
+        'ulimit -n 32; exec env -i OMP_NUM_THREADS=1 "$@" >&- 2>&- <&-'
+    ),
     OTHER_KERNELS: HIDDEN.format("/proc"),
     "no network, and a name that nobody knows": IN_NAMESPACE.format("hostname nowhere.invalid"),
 }
@@ -48,7 +48,7 @@ def start(shell, folder, images, *argv):
         pytest.skip("other users cannot read this checkout or its Python")
     command = [sys.executable, REPOSITORY / "train.py", *SMALL_PLAIN, "--data-path", images, "--batch-size", "8"]
     command += ["--use-deterministic-algorithms", "--epochs", "1", "--output-dir", folder / "out", *argv]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder / "packages")}
     folder.mkdir(exist_ok=True)
     folder.chmod(0o777)
     return subprocess.run(
@@ -70,8 +70,10 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def usual(images, tmp_path_factory):
-    """The folder of the run in usual surroundings."""
+    """The folder of the run in usual surroundings, beside a TensorFlow."""
     folder = tmp_path_factory.mktemp("usual")
+    (folder / "packages" / "tensorflow").mkdir(parents=True)
+    (folder / "packages" / "tensorflow" / "__init__.py").write_text("open(__file__ + '.imported', 'w')\n")
     done = start('exec "$@"', folder, images)
     assert done.returncode == 0, done.stderr
     return folder / "out"
@@ -98,10 +100,16 @@ def test_it_ends_in_one_line(name, images, tmp_path):
     assert words in done.stderr
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--help", "lr"], ["--list-recipes"], ["--modle"]])
-def test_a_narrow_terminal(argv):
-    command = [sys.executable, REPOSITORY / "train.py", *argv]
+def test_a_tensorflow_beside_torch_is_not_imported(usual):
+    """Its import takes seven seconds and half a gigabyte, for files that no run writes."""
+    assert list(usual.glob("events.out.tfevents.*"))
+    assert not (usual.parent / "packages" / "tensorflow" / "__init__.py.imported").exists()
+
+
+@pytest.mark.parametrize(("argv", "code"), [("--help lr", 0), ("--list-recipes", 0), ("--modle", 2)])
+def test_a_narrow_terminal(argv, code):
+    command = [sys.executable, REPOSITORY / "train.py", *argv.split()]
     environment = {**os.environ, "COLUMNS": "5"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == (2 if argv == ["--modle"] else 0), done.stderr
+    assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
