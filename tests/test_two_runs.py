@@ -90,35 +90,40 @@ def weights(seed, more=""):
     return f"--weights {{}}/w.pth {more}", {"w.pth": file.getvalue()}
 
 
-def own(option, function, before, after):
-    """Return two runs with code of one's own, of which one or two characters change."""
-    words = f"--{option} {{}}/own/mine.py:{function}"
-    assert MINE.count(before) == 1
-    return (words, {}), (words, {"own/mine.py": MINE.replace(before, after)})
+# What changes of all code of one's own: by option, the function, the words before and after.
+OWN_CODE = {
+    "criterion": ("scaled", "FACTOR, calls = 1", "FACTOR, calls = 2"),
+    "auto-augment": ("turned", "rotate(90", "rotate(45"),
+    "lr-scheduler": ("falling", "1 / (1 +", "1 / (3 +"),
+    "model": ("model", "drop_rate=0.2", "drop_rate=0.7"),
+    "metrics": ("sure", "values > 0.4", "values > 0.3"),
+    "logger": ("Lines", "version 1", "version 2"),
+    "data-path": ("folder", "self.images.targets[number]", "self.images.targets[~number]"),
+}
+CHANGED = MINE
+for _, before, after in OWN_CODE.values():
+    assert CHANGED.count(before) == 1
+    CHANGED = CHANGED.replace(before, after)
 
 
-def text(option, name, *texts):
-    return tuple((f"--{option} {{}}/{name}", {name: text}) for text in texts)
+def files(seed):
+    """Return a run that reads images, a recipe and weights of classes, and these."""
+    texts = {"r.toml": f"[optimization]\nweight-decay = 0.{seed}\n"}
+    texts |= {"w.csv": f"class,weight\nclass0,1\nclass1,{seed}\nclass2,1\n"}
+    return "--recipe {}/r.toml --class-weights {}/w.csv", {**texts, **data(seed)}
 
 
 # For each kind of input: the options of two runs, and the files that are written before each.
 SCALED, NOISY = "--criterion {}/own/mine.py:scaled", "--opt {}/own/mine.py:noisy"
+OWN_WORDS = " ".join([NOISY, *(f"--{option} {{}}/own/mine.py:{name}" for option, (name, *_) in OWN_CODE.items())])
 KINDS = {
-    "loss": own("criterion", "scaled", "FACTOR, calls = 1", "FACTOR, calls = 2"),
-    "optimizer": ((NOISY, {}), (NOISY, {"own/helper.py": "NOISE = 0.02\n"})),  # by a module that it imports
-    "policy": own("auto-augment", "turned", "rotate(90", "rotate(45"),
-    "schedule": own("lr-scheduler", "falling", "1 / (1 +", "1 / (3 +"),
-    "model": own("model", "model", "drop_rate=0.2", "drop_rate=0.7"),
-    "metric": own("metrics", "sure", "values > 0.4", "values > 0.3"),
-    "logger": own("logger", "Lines", "version 1", "version 2"),
-    "form of data": own("data-path", "folder", "self.images.targets[number]", "self.images.targets[~number]"),
+    "own code": ((OWN_WORDS, {}), (OWN_WORDS, {"own/mine.py": CHANGED})),
+    "a module that own code imports": ((NOISY, {}), (NOISY, {"own/helper.py": "NOISE = 0.02\n"})),
     "the state of a module": (("--criterion {}/own/mine.py:counting", {}),) * 2,
     "a module of the same name": (
         (NOISY, {}), (NOISY.replace("own", "other"), {"other/mine.py": MINE, "other/helper.py": "NOISE = 0.02\n"}),
     ),
-    "images": (("", data(1)), ("", data(2))),
-    "recipe": text("recipe", "r.toml", "[optimization]\nweight-decay = 0.1\n", "[optimization]\nweight-decay = 0.9\n"),
-    "class weights": text("class-weights", "w.csv", *(f"class,weight\nclass0,1\nclass1,{n}\nclass2,1\n" for n in "12")),
+    "images, recipe and class weights": (files(1), files(2)),
     "weights, once refused": (weights(1, "--test-only"), weights(1), weights(2)),
     "checkpoint": ((f"{SCALED} --epochs 1", {}), (f"{SCALED} --resume auto --no-overwrite", {})),
     "determinism": (("--use-deterministic-algorithms", {}), ("", {})),
@@ -169,14 +174,13 @@ def folder(tmp_path):
 
 
 def test_there_is_a_pair_of_runs_for_each_option_that_takes_own_code():
-    words = " ".join(options for runs in KINDS.values() for options, _ in runs)
-    assert {name for name in TABLES if f"{BY_NAME[name].flag} {{}}/own/mine.py:" in words} == TABLES.keys()
+    assert {name for name in TABLES if f"{BY_NAME[name].flag} {{}}/own/mine.py:" in OWN_WORDS} == TABLES.keys()
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "the same options"])
 def test_a_second_run_in_a_process_is_that_of_a_fresh_one(kind, folder):
     is_one_command = kind == "the same options"
-    runs = KINDS["optimizer" if is_one_command else kind]
+    runs = KINDS["a module that own code imports" if is_one_command else kind]
     second = run_ranks(run_in_a_row, 1, folder, "a", runs, is_one_command, log_folder=folder).check().output
     for compiled in [*folder.rglob("__pycache__")]:
         shutil.rmtree(compiled)
@@ -185,7 +189,7 @@ def test_a_second_run_in_a_process_is_that_of_a_fresh_one(kind, folder):
     assert Ending(folder / "a").differences(Ending(folder / "b")) == []
     codes = [json.loads((folder / out / "run.json").read_text())["args"]["code"] for out in "ab"]
     assert codes[0] == codes[1]
-    assert second.count("version 2") == fresh.count("version 2") == 10 * (kind == "logger")
+    assert second.count("version 2") == fresh.count("version 2") == 10 * (kind == "own code")
 
 
 def settings_of_process():
