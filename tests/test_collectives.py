@@ -1,6 +1,5 @@
 """What processes tell each other."""
 
-import collections
 import json
 import os
 import resource
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from distributed import collectives
 from errors import UserError
@@ -56,42 +54,6 @@ def test_what_ranks_exchange_and_that_they_print_once(tmp_path):
     assert outcome.output.count("printed") == 1
     assert [f"forced {rank}" in output for rank, output in enumerate(outcome.outputs)] == [True] * 3
     assert (tmp_path / "calls").read_text() == "once"
-
-
-def count_calls(folder):
-    """Have this rank write how often it calls each collective of torch."""
-    counts = collections.Counter()
-
-    def count(name):
-        original = getattr(dist, name)
-
-        def counted(*args, **kwargs):
-            counts[name] += 1
-            return original(*args, **kwargs)
-
-        setattr(dist, name, counted)
-
-    for name in ("all_reduce", "broadcast", "all_gather", "barrier", "new_group"):
-        count(name)
-    shut_down = collectives.shut_down
-
-    def write_and_shut_down():
-        (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(counts))
-        shut_down()
-
-    collectives.shut_down = write_and_shut_down
-
-
-def test_the_number_of_collectives_is_that_of_two_processes(tmp_path):
-    found = {}
-    for size in (2, 5):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        argv = [*SMALL_PLAIN, "--synthetic", 4 * size, "--batch-size", 2, "--epochs", 1, "--output-dir", folder / "out"]
-        run_ranks(train_rank, size, [*map(str, argv)], [], (count_calls, folder), log_folder=folder).check()
-        found |= {(size, rank): json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)}
-    assert found[2, 0].keys() == {"all_reduce", "broadcast", "all_gather", "barrier", "new_group"}
-    assert all(counts == found[2, 0] for counts in found.values()), found
 
 
 def limit_files(soft, hard):

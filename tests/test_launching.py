@@ -45,7 +45,6 @@ def tracked():
 
 
 def copied():
-    """Return what scripts/Dockerfile copies."""
     return {source for line in DOCKERFILE if line.startswith("COPY ") for source in line.split()[1:-1]}
 
 
@@ -69,8 +68,8 @@ def image(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("words", "code", "expected"), [
-    ("--modle x", 2, "did you mean --model?"), ("--sched cosine", 2, "--lr-scheduler cosineannealinglr"),
-    ("--help lr-b", 0, "--lr-scaling-batch"), ("--help lr", 0, "--lr-scheduler"), ("--list-recipes digits", 0, "title"),
+    ("--sched cosine", 2, "--lr-scheduler cosineannealinglr"), ("--help lr-b", 0, "--lr-scaling-batch"),
+    ("--list-recipes digits", 0, "title"),
 ])  # fmt: skip
 def test_a_command_line_is_answered_in_the_image(image, words, code, expected):
     command = [sys.executable, "-B", "train.py", *words.split()]
@@ -148,13 +147,9 @@ def run_container(folder, words, **variables):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("words", "variables", "code", "expected"), [
-    (f"{RUN} --modle x", {}, 2, "did you mean --model?"),
     ("--data-path /nowhere", {"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "1"}, 2, "/nowhere is not a folder"),
-    (f"{RUN} --resume /nowhere.pth", {"PET_NPROC_PER_NODE": "2"}, 2, "/nowhere.pth"),
-    (f"{RUN} --criterion {{own}}:Loss", {}, 1, "ZeroDivisionError: a bug"),
     (f"{RUN} --criterion {{own}}:Loss", {"REFUSED": "", "PET_MAX_RESTARTS": "1"}, 1, "ZeroDivisionError: a bug"),
     (RUN, {}, 0, "1 process on this node"),
-    (RUN, {"PET_NPROC_PER_NODE": "2"}, 0, "2 processes"),
 ])  # fmt: skip
 def test_a_container_ends_with_2_for_a_start_that_was_refused_alone(tmp_path, words, variables, code, expected):
     found, said = run_container(tmp_path, words, **variables)

@@ -5,42 +5,36 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from files import own_temporary_folder
 from tests.exports import run_tool
-from tests.ranks import REPOSITORY, wait_for
-from tests.started import SMALL_PLAIN, refused, run_train
+from tests.ranks import start_ranks, train_rank, wait_for
+from tests.started import SMALL, refused, run_train
 
-# As train.py, but renewed so often that a test need not wait, and asking the system for memory in every step.
-OFTEN = """
-import runpy
-from torch.nn.modules.module import register_module_forward_pre_hook
-from checkpointing import status
-status.RENEWAL_S = 0.2
-register_module_forward_pre_hook(lambda *_: bytearray(1 << 26) and None)
-runpy.run_path("train.py", run_name="__main__")
-"""
+
+def renew_often():
+    """Have the file renewed so often that a test need not wait, and the system asked for memory in every step."""
+    from checkpointing import status
+
+    status.RENEWAL_S = 0.2
+    register_module_forward_pre_hook(lambda *_: bytearray(1 << 26) and None)
 
 
 @pytest.fixture
 def running(image_folder, tmp_path):
-    """A run that would take an hour, once it has renewed its file after some steps."""
-    argv = ["--data-path", image_folder, *SMALL_PLAIN, "--batch-size", 8, "--epochs", 100_000, "--print-freq", 1]
-    command = [sys.executable, "-c", OFTEN, *argv, "--output-dir", tmp_path / "runs" / "a"]
-    process = subprocess.Popen(
-        [str(word) for word in command], cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    argv = ["--data-path", image_folder, *SMALL, "--batch-size", 8, "--epochs", 100_000, "--print-freq", 1]
+    argv = [str(word) for word in [*argv, "--output-dir", tmp_path / "runs" / "a"]]
+    (process,), _ = start_ranks(train_rank, [{}], (argv, (), (renew_often,)), tmp_path)
     wait_for(lambda: read(tmp_path / "runs" / "a").get("step", 0) > 2)
     yield process
     process.kill()
-    process.wait()
+    process.join()
 
 
 def read(folder: Path) -> dict:
@@ -64,13 +58,13 @@ def test_a_living_run_is_told_from_a_stopped_a_killed_and_a_preempted_one(runnin
     alive = told(tmp_path, code=0)["a"]
     assert alive["state"] == "running"
     assert alive["result"].split()[1] in ("acc1", "loss")
-    running.send_signal(signal.SIGSTOP)
+    os.kill(running.pid, signal.SIGSTOP)
     time.sleep(1.2)
     assert told(tmp_path, "--stale", 1, code=1)["a"]["reason"].endswith("is there")
-    running.send_signal(signal.SIGCONT)
+    os.kill(running.pid, signal.SIGCONT)
     wait_for(lambda: time.time() - read(tmp_path / "runs" / "a")["heartbeat"] < 0.5)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
+    running.kill()
+    running.join()
     time.sleep(1.2)
     stale = told(tmp_path, "--stale", 1, code=1)["a"]
     assert (stale["state"], stale["reason"].endswith("is gone")) == ("stale", True)
@@ -89,7 +83,7 @@ def test_folders_of_processes_that_are_gone_are_removed_and_no_others(tmp_path, 
 def test_a_run_that_is_preempted_or_out_of_memory_says_so(running, tmp_path):
     # Whether it ends by a failed allocation or by the system's own kill, the file says that it does not live.
     resource.prlimit(running.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
-    running.wait(60)
+    running.join(60)
     time.sleep(1.2)
     assert told(tmp_path, "--stale", 1, code=1)["a"]["state"] in ("failed", "stale")
     for status, state, code in (
@@ -120,7 +114,7 @@ def test_a_status_file_with_a_number_that_is_none_spoils_no_other_run(tmp_path):
 
 
 def test_a_refused_start_says_so_where_no_run_is(image_folder, tmp_path):
-    argv = ["--data-path", image_folder, *SMALL_PLAIN, "--batch-size", 8, "--epochs", 1]
+    argv = ["--data-path", image_folder, *SMALL, "--batch-size", 8, "--epochs", 1]
     out = ["--output-dir", tmp_path / "runs" / "b"]
     for words in ("has no such class", "has no such thing"):
         (tmp_path / "mine.py").write_text(f"raise ValueError({words!r})")

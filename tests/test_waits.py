@@ -5,6 +5,7 @@ each process was started by hand on a machine of its own.
 """
 
 import collections
+import itertools
 import json
 import os
 import random
@@ -30,7 +31,7 @@ from tests.started import SMALL, refused
 pytestmark = pytest.mark.dist
 
 # A save each step, an evaluation each epoch. The limits are seconds, and far above what a step takes here.
-LIMIT_S = 9
+LIMIT_S = 6
 OPTIONS = [
     *SMALL, *"--epochs 2 --print-freq 2 --lr 0.05 --checkpoint-steps 2 --use-deterministic-algorithms".split(),
     "--resume", "auto", "--dist-timeout", 2 * LIMIT_S / 60, "--stall-timeout", LIMIT_S / 60,
@@ -102,9 +103,13 @@ def numbered(runs):
     return found
 
 
-@pytest.mark.parametrize("numbers", ranks.some_slow(["one", "of each stage"], ["of each stage"]))
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("run", ["undisturbed", "test-only"])
+ONE = [("undisturbed", fault, "one") for fault in FAULTS] + [("test-only", "killed", "one")]
+ALL = [*itertools.product(("undisturbed", "test-only"), FAULTS, ("one", "of each stage"))]
+
+
+@pytest.mark.parametrize(("run", "fault", "numbers"), [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case not in ONE)) for case in ALL
+])  # fmt: skip
 def test_rank_0_says_which_rank_it_has_lost_and_at_what_and_the_run_resumes(runs, numbered, run, fault, numbers):
     """At one drawn collective, or of those that stand behind each other at one stage the first, last and middle one."""
     drawn = [1 + random.Random(f"{run} {fault}").randrange(len(numbered[run]))]
@@ -121,21 +126,24 @@ def test_rank_0_says_which_rank_it_has_lost_and_at_what_and_the_run_resumes(runs
         outcome = end_of(*start_apart(logs, argv, (number_collectives, str(logs / "calls"), number, fault)))
         output, other = outcome.outputs
         place = f"collective {number} ({numbered[run][number - 1]}), rank 1 {fault}: {output}"
-        assert outcome.codes[0] == 1, place
         lines = [line for line in output.splitlines() if re.search(r"stalled for|train\.py: error", line)]
-        assert len(lines) == 1, place
-        assert re.search(r"\brank 1\b", lines[0]), place
-        assert re.search(r" while [a-z]|have joined", lines[0]), place
+        assert (outcome.codes[0], len(lines)) == (1, 1), place
+        assert all(re.search(words, lines[0]) for words in (r"\brank 1\b", r" while [a-z]|have joined")), place
         assert "Traceback (most recent call last)" not in output, place
         if fault == "raises":
-            assert "a fault of rank 1" in other
-            assert "rank 1 failed" in lines[0], place
+            assert ("a fault of rank 1" in other, "rank 1 failed" in lines[0]) == (True, True), place
         if run == "undisturbed":
             end_of(*start_apart(logs, argv)).check()
             assert differing_results(runs.folder / name, runs.folder / "undisturbed") == []
 
 
-# Joining
+def test_five_processes_have_the_collectives_of_two(tmp_path):
+    for size in (2, 5):
+        argv = [*SMALL, "--synthetic", 4 * size, "--batch-size", 2, "--epochs", 1, "--output-dir", tmp_path / "out"]
+        argv = [*map(str, argv), "--overwrite"]
+        prepare = (number_collectives, str(tmp_path / f"calls{size}"))
+        ranks.run_ranks(ranks.train_rank, size, argv, [], prepare, log_folder=tmp_path).check()
+    assert (tmp_path / "calls2").read_text() == (tmp_path / "calls5").read_text() != ""
 
 
 def start_rank(folder, environment, *more, prepare=()):
@@ -146,17 +154,12 @@ def start_rank(folder, environment, *more, prepare=()):
     return start_apart(folder, [*argv, *more], prepare, [given])
 
 
-MPICH = {"PMI_RANK": "5", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-
-
 # A process's own variables, whether somebody listens at rank 0's port, its exit code and its words.
 @pytest.mark.parametrize(("environment", "is_taken", "code", "words"), [
     ({"RANK": "1", "MASTER_ADDR": "nosuchhost.invalid"}, False, 1, "the name nosuchhost.invalid cannot be resolved"),
     ({"RANK": "1"}, False, 1, "Connection refused"),
     ({}, False, 1, "1 of 2 processes have joined, no word from rank 1, after 0.05 min (--dist-timeout)"),
-    ({"RANK": "2"}, False, 2, "RANK is 2"),
     ({"RANK": "2", "WORLD_SIZE": None}, False, 2, "rank 2 of 1 process"),
-    ({"RANK": None, "WORLD_SIZE": None, **MPICH}, False, 2, "rank 5 of 2 processes"),
     # As of a rank 0 that is stopped: the system accepts its connections, and nobody reads them.
     ({"RANK": "1"}, True, 1, "does not answer; it is stopped, or another program, after 0.05 min"),
     ({}, True, 2, "rank 0 cannot listen on port {port}: it is in use"),
@@ -175,7 +178,6 @@ def be_impatient():
 
 @pytest.mark.parametrize("world_size", [3, 2])
 def test_who_waits_for_others_says_so_and_goes_on_or_refuses_when_they_come(tmp_path, world_size):
-    """Those whose launchers count different numbers of processes are refused."""
     port, more = str(ranks.free_port()), ["--dist-timeout", 1]
     environment = {"WORLD_SIZE": str(world_size), "MASTER_PORT": port}
     first, logs = start_rank(tmp_path / "first", environment, *more, prepare=(be_impatient,))
@@ -189,16 +191,12 @@ def test_who_waits_for_others_says_so_and_goes_on_or_refuses_when_they_come(tmp_
         assert "rank 0 is one of 3 processes, but rank 1 one of 2 (WORLD_SIZE)" in outcome.output
 
 
-# Pauses, and ranks that are slow
-
-
 def pause():
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1)  # so that the watchdog looks before the step has ended
 
 
 def test_a_process_that_was_stopped_for_longer_than_the_limit_has_not_stalled(runs, tmp_path):
-    """Ctrl-Z and fg, a suspended job, a paused container."""
     argv = [*runs.argv("paused", shards=1), "--stall-timeout", "0.05"]
     processes, logs = start_apart(tmp_path, argv, (at_step, pause, 2), [{}])
     ranks.wait_for(lambda: ranks.is_stopped(processes[0].pid))
@@ -214,7 +212,7 @@ def stop_rank_0():
         at_step(pause, 2)
 
 
-def test_processes_that_were_stopped_for_longer_than_a_collective_may_take_say_so(runs, numbered, tmp_path):
+def test_processes_that_were_stopped_for_longer_than_a_collective_may_take_say_so(runs, tmp_path):
     argv = [*runs.argv("suspended", shards=2), "--dist-timeout", "0.1", "--stall-timeout", "1"]
     processes, logs = start_apart(tmp_path, argv, (stop_rank_0,))
     ranks.wait_for(lambda: ranks.is_stopped(processes[0].pid))
@@ -227,8 +225,6 @@ def test_processes_that_were_stopped_for_longer_than_a_collective_may_take_say_s
     assert codes == [1, 1]
     words = "while training: all ranks are there, but one was stopped"
     assert [output.count(words) for output in outputs] == [1, 1], outputs
-    runs.run("suspended", 2, shards=2).check()
-    assert differing_results(runs.folder / "suspended", runs.folder / "undisturbed") == []
 
 
 def oversleep():
@@ -243,7 +239,6 @@ def oversleep():
 
 
 def test_a_run_that_goes_on_after_it_was_said_to_have_stalled_ends_all_the_same(runs, tmp_path):
-    """It would finish in the seconds for which a process that ends waits for others to say so too."""
     argv = [*runs.argv("late", shards=1), "--stall-timeout", "0.05"]
     (process,), (log,) = start_apart(tmp_path, argv, (oversleep,), [{}])
     assert end_of([process], [log])[0] == [1]
@@ -271,12 +266,9 @@ def dawdle():
 
 
 def test_a_rank_that_waits_for_a_slow_one_is_not_ended(runs, tmp_path):
-    """The slow one takes three times the limit."""
     argv = runs.argv("slow", "--stall-timeout", 2.5 / 60, shards=2)
     end_of(*start_apart(tmp_path, argv, (dawdle,))).check()
 
-
-# A save that fails while it begins
 
 OWN_OPTIMIZER = """
 import torch
@@ -291,27 +283,12 @@ class Forgetful(torch.optim.SGD):
 """
 
 
-def lack_threads():
-    """Have the system refuse the thread that writes checkpoints, as `ulimit -u` does."""
-    start = threading.Thread.start
-
-    def refuse(thread):
-        if thread.name.startswith("checkpoint writer"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    threading.Thread.start = refuse
-
-
-@pytest.mark.parametrize(("prepare", "words", "cause"), [
-    ((), "no state to be had", "ValueError: no state to be had"),
-    ((lack_threads,), "no more processes or threads", "can't start new thread"),
-])  # fmt: skip
-def test_a_rank_that_fails_while_a_save_begins_ends_the_run_with_its_cause(runs, tmp_path, prepare, words, cause):
+def test_a_rank_that_fails_while_a_save_begins_ends_the_run_with_its_cause(runs, tmp_path):
     (tmp_path / "own.py").write_text(OWN_OPTIMIZER)
-    more = [] if prepare else ["--opt", f"{tmp_path}/own.py:Forgetful"]
-    outcome = end_of(*start_apart(tmp_path, runs.argv(tmp_path / "out", *more, shards=2), prepare))
+    argv = runs.argv(tmp_path / "out", "--opt", f"{tmp_path}/own.py:Forgetful", shards=2)
+    outcome = end_of(*start_apart(tmp_path, argv))
     assert outcome.codes[0] in (1, 2)
-    assert words in outcome.outputs[0]
-    assert cause in json.loads((tmp_path / "out" / "status.json").read_text())["reason"]
+    assert "no state to be had" in outcome.outputs[0]
+    reason = json.loads((tmp_path / "out" / "status.json").read_text())["reason"]
+    assert "ValueError: no state to be had" in reason
     assert re.search("train.py: error.*rank 0", outcome.outputs[1])  # whose store ended with it
