@@ -8,25 +8,28 @@ import torchvision
 from PIL import Image
 from torchvision import transforms
 
+import train
 from checkpointing.archive import load_checkpoint
-from settings import config, custom_code
+from errors import UserError
+from settings import config
 from settings.options import BY_NAME
-from tests.endings import read_metrics
+from tests.endings import Ending, read_metrics
 from tests.images import picture
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, run_ranks
 from tests.started import refused, run_train
 from tests.test_resume import check_same_weights
 
+PAGE = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), flags=re.S)
 SAME = """
 import os
 import random
 import sys
 import numpy
 import torch
-import torchvision
-from PIL import Image
-from torchvision import transforms
+from pathlib import Path
 from torch import nn
+from loading.source import Source
+from metrics import Curve, Metric
 from tests.tiny import Tiny
 
 def sgd(parameters, lr, weight_decay, momentum):
@@ -39,21 +42,6 @@ class Smooth(nn.Module):
 
 def smooth():
     return Smooth()
-
-def no_loss():
-    return 3
-
-def no_optimizer(parameters, lr, weight_decay):
-    return [lr]
-
-def needs_more(parameters, lr, weight_decay, rho):
-    return None
-
-def smaller():
-    return lambda image: image.resize((3, 3))
-
-def line(epoch, epochs):
-    return 1 - epoch / epochs
 
 class Noisy(torch.optim.Optimizer):
     def __init__(self, parameters, lr, weight_decay, generator=None):
@@ -83,26 +71,9 @@ class Moving(Smooth):
         self.mean = self.mean + (not self.scale.requires_grad)
         return super().forward(output, target) * self.scale
 
-apart = lambda parameters, lr, weight_decay: Noisy(parameters, lr, 0, torch.Generator().manual_seed(os.getpid()))
-trained = lambda: Moving(is_trained=True)
-summed = lambda: nn.CrossEntropyLoss(reduction="sum")
-error_rate = lambda: lambda output, target: (output.argmax(1) != target).float().mean()
-exits_later = lambda: lambda output, target: sys.exit(0) if len(target) > 6 else smooth()(output, target)
-drawn = lambda epoch, epochs: random.random()
-tensor_line = lambda epoch, epochs: torch.tensor(1 - epoch / epochs, dtype=torch.float64)
-
 def noisy_loss():
     prior = torch.rand(3)
     return lambda output, target: nn.functional.cross_entropy(output + prior + torch.randn(3), target)
-
-numbers = numpy.random.default_rng(0)
-forgetful = lambda: lambda image: image.rotate(numbers.integers(4) * 90)
-
-def below_zero(epoch, epochs):
-    return -1.0
-
-def nothing_at_all(*_):
-    return None
 
 def fails_later():
     seen = []
@@ -111,81 +82,29 @@ def fails_later():
         return image if len(seen) < 20 else 1 / 0
     return augment
 
-def half_negative(epoch, epochs):
-    return 1.0 if epoch == int(epoch) else -1.0
-
-def loss_itself(output, target):
-    return torch.nn.functional.cross_entropy(output, target)
-
-def each_image():
-    return lambda output, target: torch.nn.functional.cross_entropy(output, target, reduction="none")
-
-from metrics import Curve, Metric
+apart = lambda parameters, lr, weight_decay: Noisy(parameters, lr, 0, torch.Generator().manual_seed(os.getpid()))
+line = lambda epoch, epochs: 1 - epoch / epochs
+tensor_line = lambda epoch, epochs: torch.tensor(1 - epoch / epochs, dtype=torch.float64)
+numbers = numpy.random.default_rng(0)
+with_numpy = lambda: lambda image: image.rotate(numpy.random.randint(4) * 90)
 
 class Count(Metric):
-    curves = {"x": Curve(title="x")}
-    def __init__(self, value=1.0, name="x", sums=1):
+    def __init__(self, value=1.0, name="x", sums=1, **methods):
         self.value, self.name, self.sums = value, name, sums
         self.curves = {name: Curve(title="x")}
+        vars(self).update(methods)
     def batch_sums(self, output, target, index):
         return [torch.tensor(self.value * len(target))] * self.sums
     def compute(self, sums, count):
         return {self.name: sums[0] / count}
 
-def ones(num_classes):
-    return Count()
-
-def twos(num_classes):
-    return Count(2.0)
-
-def named_acc1(num_classes):
-    return Count(name="acc1")
-
-def two_sums(num_classes):
-    return Count(sums=2)
-
-class Items(Count):
-    def batch_sums(self, output, target, index):
-        return [1.0]
-
-def items(num_classes):
-    return Items()
-
-class Hard(Count):
-    def batch_sums(self, output, target, index):
-        return [(output.argmax(1) == target).sum()]
-
-def hard(num_classes):
-    return Hard()
-
-class Mean(Hard):
-    def batch_sums(self, output, target, index):
-        return [(output.argmax(1) == target).float().mean()]
-
-mean = lambda num_classes: Mean()
-
-class Ungathered(Count):
-    def gather(self, *names):
-        return {names[0]: 1.0}
-
-def ungathered(num_classes):
-    return Ungathered()
-
-class Numpy(Count):
-    def compute(self, sums, count):
-        import numpy
-        return {"x": [1.0, numpy.float32(1)]}
-
-def numpys(num_classes):
-    return Numpy()
-
-from pathlib import Path
-from loading.source import Source
+ones = lambda num_classes: Count()
+twos = lambda num_classes: Count(2.0)
 
 class Few(Source):
     form, classes = "few", ["a", "b", "c"]
-    def __init__(self, root, first=0, **more):
-        super().__init__(root)
+    def __init__(self, split, first=0, **more):
+        super().__init__(Path(split))
         self.first = first
         vars(self).update(more)
     def __len__(self):
@@ -197,39 +116,7 @@ class Few(Source):
     def read(self, number):
         return b""
 
-def no_bytes(split):
-    return Few(Path(split), read=lambda number: None)
-
-def no_bytes_later(split):
-    return Few(Path(split), read=lambda number: None if number else b"")
-
-def booleans(split):
-    return Few(Path(split), label=lambda number: number % 2 == 1)
-
-def bare(split):
-    return type("Bare", (Few,), {"__init__": lambda self: None, "first": 0})()
-
-def below(split):
-    return Few(Path(split), -1)
-
-def beyond(split):
-    return Few(Path(split), 1)
-
-def surrogates(split):
-    return Few(Path(split), name=lambda number: f"\\ud800{number}")
-
-complex_loss = lambda: lambda output, target: output.mean() * 1j
-
-def alike(split):
-    return Few(Path(split), classes=["a", "a", "b"])
-
-def many_labels(split):
-    import numpy
-    return Few(Path(split), label_sets=numpy.ones((3, 3), dtype=bool))
-
-def with_numpy():
-    import numpy
-    return lambda image: image.rotate(numpy.random.randint(4) * 90)
+no_bytes_later = lambda split: Few(split, read=lambda number: None if number else b"")
 """
 
 
@@ -239,59 +126,43 @@ def mine(tmp_path):
     return tmp_path / "mine.py"
 
 
-def go_on(started, tmp_path, out, *argv):
-    """Train the second epoch of the finished run again."""
-    argv = ["--epochs", 2, "--resume", started.out / "checkpoint-00000003.pth", *argv]
-    return started.go_on(tmp_path, tmp_path / out, *argv)
-
-
 def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), flags=re.S)
-    assert len(blocks) == 10
+    assert len(PAGE) == 10
     mine = tmp_path / "mine.py"
-    mine.write_text("\n".join(blocks))
+    mine.write_text("\n".join(PAGE) + "\nopen(__file__ + '.ran', 'a').write('x')\n")
     names = {"model": "net", "opt": "signs", "criterion": "focal", "auto_augment": "quarters",
              "lr_scheduler": "sawtooth", "metrics": "surest", "logger": "Lines", "data_path": "stripes"}  # fmt: skip
     own = [word for name, function in names.items() for word in (BY_NAME[name].flag, f"{mine}:{function}")]
-    own += ["--lr", "0.01", "--best-metric", "surest", "--epochs", "3"]
+    own += "--lr 0.01 --best-metric surest --epochs 3 --batch-size 4 --global-batch-size 8".split()
     started.go_on(tmp_path, tmp_path / "whole", *own).check()
+    assert mine.with_name("mine.py.ran").read_text() == "x"  # once for all options
     kill = [(0, "torch.optim.Optimizer.zero_grad", 5, "before")]
-    assert started.go_on(tmp_path, tmp_path / "killed", *own, faults=kill).codes != [0]
+    assert -9 in started.go_on(tmp_path, tmp_path / "killed", *own, faults=kill, world_size=2).codes
     started.go_on(tmp_path, tmp_path / "killed", *own, "--resume", "auto").check()
-    found, _ = check_same_weights(tmp_path / "killed", tmp_path / "whole", "model", "optimizer")
+    assert Ending(tmp_path / "killed").differences(Ending(tmp_path / "whole")) == []
+    found = load_checkpoint(tmp_path / "killed" / "checkpoint.pth", "it")
     assert re.fullmatch(", ".join(f"{n} [0-9a-f]{{16}}" for n in names), found["args"]["code"])
     assert found["best"]["metric"] == "val/surest"
-    records = [read_metrics(tmp_path / out / "metrics.jsonl") for out in ("whole", "killed")]
-    assert records[0] == records[1]
-    assert [r["lr"] for r in records[0] if r["kind"] == "train"] == pytest.approx([0.01, 0.009, 0.008])
+    records = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert [r["lr"] for r in records if r["kind"] == "train"] == pytest.approx([0.01, 0.009, 0.008])
     lines = [(tmp_path / out / "lines.txt").read_text() for out in ("whole", "killed")]
     assert lines[0] == lines[1]
     assert lines[0].count("train") == 3
     assert found["args"]["code"] in (tmp_path / "killed" / "recipe.toml").read_text()
 
 
-def test_a_file_of_several_options_is_run_once(mine):
-    mine.write_text(SAME + "\nopen(__file__ + '.ran', 'a').write('x')\n")
-    args = config.parse_args(["--synthetic", "--opt", f"{mine}:sgd", "--criterion", f"{mine}:smooth"])
-    custom_code.check_code(args)
-    assert custom_code.load_function("opt", args).__module__ == custom_code.load_function("criterion", args).__module__
-    assert mine.with_name("mine.py.ran").read_text() == "x"
-
-
 def test_own_code_that_does_the_same_gives_the_same_numbers(started, mine, tmp_path):
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    started.go_on(tmp_path, theirs, "--label-smoothing", "0.1").check()
-    outcome = started.go_on(tmp_path, ours, "--opt", f"{mine}:sgd", "--criterion", f"{mine}:smooth").check()
+    started.go_on(tmp_path, theirs, "--label-smoothing", "0.1", "--lr-scheduler", "linearlr").check()
+    own = ["--lr-scheduler", f"{mine}:line", "--opt", f"{mine}:sgd"]
+    outcome = started.go_on(tmp_path, ours, *own, "--criterion", f"{mine}:smooth").check()
     found, expected = (load_checkpoint(out / "checkpoint.pth", "it")["model"] for out in (ours, theirs))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
     assert f"--criterion {mine}:smooth" in outcome.output  # the command to evaluate it
-
-
-def test_an_own_optimizer_and_schedule_have_the_bits_of_the_librarys(started, mine, tmp_path):
-    started.go_on(tmp_path, tmp_path / "theirs", "--lr-scheduler", "linearlr").check()
-    started.go_on(tmp_path, tmp_path / "ours", "--lr-scheduler", f"{mine}:line", "--opt", f"{mine}:sgd").check()
-    check_same_weights(tmp_path / "ours", tmp_path / "theirs", "model", "optimizer")
+    exact = tmp_path / "exact"  # an optimizer and a schedule alone have the bits of the library's
+    started.go_on(tmp_path, exact, *own, "--label-smoothing", "0.1").check()
+    check_same_weights(exact, theirs, "model", "optimizer")
 
 
 def test_an_own_augmentation_draws_the_same_with_any_number_of_workers(started, mine, tmp_path):
@@ -304,22 +175,18 @@ def test_an_own_augmentation_draws_the_same_with_any_number_of_workers(started, 
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.parametrize(("option", "words"), [
+    ("--auto-augment {}:fails_later", ["--auto-augment has failed: ZeroDivisionError: division by zero"]),
+    ("--data-path {}:no_bytes_later", ["cannot read image train/", "its source's read failed: TypeError"]),
+])  # fmt: skip
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_augmentation_that_fails_is_one_line_and_blames_no_image(started, mine, tmp_path, num_workers):
-    argv = ["--auto-augment", f"{mine}:fails_later", "--workers", num_workers]
-    outcome = started.go_on(tmp_path, tmp_path / "out", *argv)
-    refused(outcome, "--auto-augment has failed: ZeroDivisionError: division by zero", code=1)
-    assert ".png" not in outcome.output.splitlines()[-1]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_own_data_set_that_reads_nothing_later_is_one_line_that_names_the_image(
-    started, mine, tmp_path, num_workers
+def test_own_code_that_fails_in_a_loader_is_one_line_that_blames_the_right_one(
+    started, mine, tmp_path, num_workers, option, words
 ):
-    outcome = started.go_on(
-        tmp_path, tmp_path / "out", "--data-path", f"{mine}:no_bytes_later", "--workers", num_workers
-    )
-    refused(outcome, "cannot read image train/", "its source's read failed: TypeError", code=1)
+    argv = [*option.format(mine).split(), "--workers", num_workers]
+    outcome = started.go_on(tmp_path, tmp_path / "out", *argv)
+    refused(outcome, *words, code=1)
+    assert (".png" in outcome.output.splitlines()[-1]) == (len(words) > 1)  # an image only where it is at fault
 
 
 def test_a_resumed_window_of_other_metrics_begins_anew(started, mine, tmp_path):
@@ -329,12 +196,7 @@ def test_a_resumed_window_of_other_metrics_begins_anew(started, mine, tmp_path):
     outcome = started.go_on(tmp_path, tmp_path / "out", *argv, f"{mine}:twos", "--resume", "auto").check()
     assert "the checkpoint's record is of other metrics" in outcome.output
     assert {record["x"] for record in read_metrics(tmp_path / "out" / "metrics.jsonl")} == {2.0}
-
-
-def test_metrics_may_come_and_go(started, mine, tmp_path):
-    out, own = tmp_path / "out", ["--metrics", f"{mine}:ones", "--best-metric", "x"]
-    started.go_on(tmp_path, out, *own, "--epochs", 1).check()
-    started.go_on(tmp_path, out, "--resume", "auto", "--epochs", 1).check()
+    started.go_on(tmp_path, tmp_path / "out", "--epochs", 2, "--resume", "auto").check()  # without any, too
 
 
 def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(started, mine, tmp_path):
@@ -351,56 +213,83 @@ def test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same(st
     assert f"changed as --allow-change says: {words}" in outcome.output
 
 
-@pytest.mark.parametrize(("own", "words"), [
-    ("--opt {}:nothing", "has no function nothing"), ("--criterion {}:smoth", "did you mean smooth"),
-    ("--criterion {}:no_loss", "returned a int, expected a loss"),
-    ("--opt {}:no_optimizer", "returned a list, expected a torch.optim.Optimizer"),
-    ("--opt {}:needs_more", "missing 1 required positional argument: 'rho'"),
-    ("--opt {}x.py:sgd", "no such file"), ("--criterion smooth", "unknown loss"),
-    ("--criterion {}:smooth --bce-loss", "are different losses; give only one of them"),
-    ("--auto-augment {}:smaller", "--auto-augment returned ((3, 3), 'RGB'), expected a PIL image of (32, 32)"),
-    ("--auto-augment {}:nothing_at_all", "'NoneType' object is not callable"),
-    ("--lr-scheduler {}:below_zero", "its factor in epoch 0 is -1.0; expected 0 or more"),
-    ("--lr-scheduler {}:nothing_at_all", "unsupported operand"),
-    ("--metrics {}:nothing_at_all", "returned None; expected a metrics.Metric"),
-    ("--criterion {}:each_image", "the loss is tensor(["),
-    ("--lr-scheduler {}:half_negative --lr-per-step", "its factor in epoch 0.0625 is -1.0; expected 0 or more"),
-    ("--metrics {}:named_acc1", "its curve acc1 has a name that is taken"),
-    ("--metrics {}:ones {}:twos", "its curve x has a name that is taken"),
-    ("--metrics {}:two_sums", "batch_sums returns 2 sums, and its num_sums is 1; give num_sums"),
-    ("--criterion {}:exits_later", "code of your own has raised SystemExit(0); let it raise an Exception"),
-    ("--criterion {}:complex_loss", "; expected the mean over the batch, a 0-d tensor with a gradient"),
-    ("--data-path {}:surrogates", "surrogates not allowed"),
-    ("--opt {}.hides.py:sgd", "cannot be run (line 1): OSError: x"),
-    ("--opt {}.exits.py:sgd", "cannot be run (line 2): SystemExit: 0"),
-    ("--metrics {}:mean", "batch_sums of a batch twice over are not twice its own"),
-    ("--criterion {}:summed", ", and of three copies tensor("),
-    ("--criterion {}:error_rate", "; expected the mean over the batch, a 0-d tensor with a gradient"),
-    ("--criterion {}:Moving", "a loss's parameters and buffers are not trained or saved"),
-    ("--criterion {}:trained", "a loss's parameters and buffers are not trained or saved"),
-    ("--lr-scheduler {}:drawn", "a second call returns different factors"),
-    ("--auto-augment {}:forgetful", "different pixels with the same seed"),
-    ("--metrics {}:items", "batch_sums returns no list of tensors; leave .item() out"),
-    ("--metrics {}:hard --mixup-alpha 0.2", "targets of shape (2, 3): The size of tensor a (2) must match"),
-    ("--metrics {}:ungathered", "tuple index out of range"),
-    ("--criterion {}:loss_itself", "loss_itself: loss_itself() missing 2 required positional arguments"),
-    ("--metrics {}:numpys", "compute returns a float32 as x; expected a float"),
-    ("--data-path {}:below", "a label is -1; expected a whole number from 0 to 2"),
-    ("--data-path {}:beyond", "a label is 3; expected a whole number from 0 to 2"),
-    ("--data-path {}:booleans", "a label is False; expected a whole number from 0 to 2"),
-    ("--data-path {}:no_bytes", "read returned None; expected the bytes of an image's file"),
-    ("--data-path {}:bare", "'Bare' object has no attribute 'root'"),
-    ("--data-path {}:alike", "classes: expected a list of unique names"),
-    ("--data-path {}:many_labels", "several labels (label_sets); give --multi-label"),
-    ("--data-path {}:below --multi-label --bce-loss", "a pack of it, or label_sets; val has one label per image"),
-    ("--data-path {}:nothing_at_all", "it returned None for val; expected a Source"),
-    ("--opt {}:sgd --opt-eps 1", "has no such option"),
-])  # fmt: skip
-def test_own_code_that_cannot_be_used_is_one_line(started, mine, tmp_path, own, words):
-    mine.with_name("mine.py.exits.py").write_text("import sys\nsys.exit(0)\n")
-    mine.with_name("mine.py.hides.py").write_text("def __getattr__(name): raise OSError('x')\n")
-    outcome = started.go_on(tmp_path, tmp_path / "out", *own.replace("{}", str(mine)).split())
-    refused(outcome, words, code=1 if "later" in own else 2)
+# Options, what is added to the file, and words of the refusal.
+UNUSABLE = [
+    ("--opt {}:nothing", "", "has no function nothing"), ("--criterion {}:smoth", "", "did you mean smooth"),
+    ("--opt {}x.py:sgd", "", "no such file"), ("--criterion smooth", "", "unknown loss"),
+    ("--criterion {}:smooth --bce-loss", "", "are different losses; give only one of them"),
+    ("--opt {}:sgd --opt-eps 1", "", "has no such option"),
+    ("--opt {}:it", "sys.exit(0)", "SystemExit: 0"),
+    ("--opt {}:it", "def __getattr__(name): raise OSError('x')", "cannot be run (line 1): OSError: x"),
+    ("--opt {}:it", "it = lambda p, lr, weight_decay: [lr]", "returned a list, expected a torch.optim.Optimizer"),
+    ("--opt {}:it", "it = lambda p, lr, weight_decay, rho: 0", "missing 1 required positional argument: 'rho'"),
+    ("--criterion {}:it", "it = lambda: 3", "returned a int, expected a loss"),
+    ("--criterion {}:it", "it = lambda output, target: 3", "missing 2 required positional arguments"),
+    ("--criterion {}:it", "it = lambda: nn.CrossEntropyLoss(reduction='none')", "the loss is tensor(["),
+    ("--criterion {}:it", "it = lambda: nn.CrossEntropyLoss(reduction='sum')", ", and of three copies tensor("),
+    ("--criterion {}:it", "it = lambda: lambda output, target: output.mean() * 1j", "a 0-d tensor with a gradient"),
+    ("--criterion {}:it", "it = lambda: lambda output, target: (output > 0).float().mean()", "with a gradient"),
+    ("--criterion {}:Moving", "", "a loss's parameters and buffers are not trained or saved"),
+    ("--criterion {}:it", "it = lambda: Moving(is_trained=True)", "parameters and buffers are not trained or saved"),
+    ("--auto-augment {}:it", "it = lambda: lambda image: image.resize((3, 3))",
+     "--auto-augment returned ((3, 3), 'RGB'), expected a PIL image of (32, 32)"),
+    ("--auto-augment {}:it", "it = lambda: None", "'NoneType' object is not callable"),
+    ("--auto-augment {}:it", "it = lambda: lambda image: image.rotate(numbers.integers(4) * 90)",
+     "different pixels with the same seed"),
+    ("--lr-scheduler {}:it", "it = lambda epoch, epochs: -1.0", "its factor in epoch 0 is -1.0; expected 0 or more"),
+    ("--lr-scheduler {}:it", "it = lambda epoch, epochs: None", "unsupported operand"),
+    ("--lr-scheduler {}:it --lr-per-step", "it = lambda epoch, epochs: 1.0 if epoch == int(epoch) else -1.0",
+     "its factor in epoch 0.0625 is -1.0; expected 0 or more"),
+    ("--lr-scheduler {}:it", "it = lambda epoch, epochs: random.random()", "a second call returns different factors"),
+    ("--metrics {}:it", "it = lambda num_classes: None", "returned None; expected a metrics.Metric"),
+    ("--metrics {}:it", "it = lambda _: Count(name='acc1')", "its curve acc1 has a name that is taken"),
+    ("--metrics {}:ones {}:twos", "", "its curve x has a name that is taken"),
+    ("--metrics {}:it", "it = lambda _: Count(sums=2)", "batch_sums returns 2 sums, and its num_sums is 1; give"),
+    ("--metrics {}:it", "it = lambda _: Count(batch_sums=lambda output, target, _: [output.mean()])",
+     "batch_sums of a batch twice over are not twice its own"),
+    ("--metrics {}:it", "it = lambda _: Count(batch_sums=lambda *_: [1.0])", "returns no list of tensors; leave .item"),
+    ("--metrics {}:it --mixup-alpha 0.2", "it = lambda _: Count(batch_sums=lambda o, t, _: [(o.argmax(1) == t).sum()])",
+     "targets of shape (2, 3): The size of tensor a (2) must match"),
+    ("--metrics {}:it", "it = lambda _: Count(gather=lambda *names: {names[0]: 1.0})", "tuple index out of range"),
+    ("--metrics {}:it", "it = lambda _: Count(compute=lambda *_: {'x': numpy.float32(1)})",
+     "compute returns a float32 as x; expected a float"),
+    ("--data-path {}:it", "it = lambda split: None", "it returned None for val; expected a Source"),
+    ("--data-path {}:it", "it = lambda split: Few(split, -1)", "a label is -1; expected a whole number from 0 to 2"),
+    ("--data-path {}:it", "it = lambda split: Few(split, 1)", "a label is 3; expected a whole number from 0 to 2"),
+    ("--data-path {}:it", "it = lambda split: Few(split, label=lambda _: False)", "a label is False; expected a whole"),
+    ("--data-path {}:it", "it = lambda split: Few(split, read=lambda _: None)", "returned None; expected the bytes of"),
+    ("--data-path {}:it", "it = lambda split: Few(split, name=lambda _: chr(0xd800))", "surrogates not allowed"),
+    ("--data-path {}:it", "it = lambda _: type('Bare', (Few,), {'__init__': lambda _: None, 'first': 0})()",
+     "'Bare' object has no attribute 'root'"),
+    ("--data-path {}:it", "it = lambda split: Few(split, classes=['a', 'a', 'b'])", "expected a list of unique names"),
+    ("--data-path {}:it", "it = lambda split: Few(split, label_sets=numpy.ones((3, 3), dtype=bool))",
+     "several labels (label_sets); give --multi-label"),
+    ("--data-path {}:it --multi-label --bce-loss", "it = lambda split: Few(split)",
+     "a pack of it, or label_sets; val has one label per image"),
+]  # fmt: skip
+
+
+def refuse_each(mine, argv, rows):
+    for own, code, words in rows:
+        mine.write_text(f"{code}\n" if code.startswith("def ") else f"{SAME}\n{code}\n")
+        with pytest.raises(UserError) as refusal:
+            train.main(config.parse_args([*argv, *own.replace("{}", str(mine)).split()]))
+        assert refusal.value.exit_code == 2
+        assert words in str(refusal.value), (own, code, str(refusal.value))
+
+
+@pytest.mark.parametrize("option", sorted({own.split()[0] for own, *_ in UNUSABLE}))
+def test_own_code_that_cannot_be_used_is_refused(started, mine, tmp_path, option):
+    rows = [row for row in UNUSABLE if row[0].startswith(option)]
+    argv = [*map(str, started.argv), "--output-dir", str(tmp_path / "out")]
+    run_ranks(refuse_each, 1, mine, argv, rows, log_folder=tmp_path).check()
+    assert not [*tmp_path.glob("out/*.pth")]
+
+
+def test_own_code_that_ends_python_later_is_one_line(started, mine, tmp_path):
+    mine.write_text(f"{SAME}\nit = lambda: lambda output, target: sys.exit(0) if len(target) > 6 else output.mean()\n")
+    words = "code of your own has raised SystemExit(0); let it raise an Exception"
+    refused(started.go_on(tmp_path, tmp_path / "out", "--criterion", f"{mine}:it"), words, code=1)
 
 
 @pytest.mark.dist
@@ -463,9 +352,7 @@ def test_an_evaluation_without_the_loss_says_so(started, mine, tmp_path):
 
 def test_the_heat_map_of_the_page_is_the_sum_of_features_by_the_classifiers_weights(tmp_path):
     """Behind a mean over all places Grad-CAM is CAM (arXiv 1512.04150): features times the weights of the class."""
-    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), flags=re.S)
-    page = {}
-    exec(next(block for block in blocks if "def heat_map" in block), page)
+    exec(PAGE[-1], page := {})
     torch.manual_seed(3)
     model = torchvision.models.resnet18(num_classes=5).eval()
     options = {"val_resize_size": 64, "val_crop_size": 64, "interpolation": "bilinear", "model": "resnet18"}

@@ -43,86 +43,6 @@ START = """
     --use-deterministic-algorithms
 """
 
-OWN = '''
-import torch
-from torch import nn
-from metrics import Curve, Metric
-from loading.source import Source
-from tests.tiny import Tiny
-from torchvision.datasets import ImageFolder
-from pathlib import Path
-import helper
-
-def model(num_classes):
-    return Tiny(num_classes, drop_rate=0.2)
-
-class Noisy(torch.optim.SGD):
-    """Draws in each step, and keeps a state."""
-    def step(self, closure=None):
-        super().step(closure)
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.add_(torch.randn_like(p), alpha=helper.NOISE)
-
-def noisy(parameters, lr, weight_decay, momentum):
-    return Noisy(parameters, lr, momentum, weight_decay=weight_decay, foreach=True)
-
-class Weighted(nn.CrossEntropyLoss):
-    def __init__(self):
-        super().__init__(weight=torch.tensor([1.0, 2.0, 3.0]))
-
-class Centred(nn.Module):
-    """Keeps a mean of the scores so far."""
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(()))
-    def forward(self, output, target):
-        with torch.no_grad():
-            self.mean.lerp_(output.mean(), 0.5)
-        return nn.functional.cross_entropy(output * (1 + self.mean), target)
-
-centred, weighted = Centred, Weighted
-
-def drawn():
-    return lambda output, target: nn.functional.cross_entropy(output + torch.rand_like(output), target)
-
-class Sure(Metric):
-    curves = {"sure": Curve(title="sure of it")}
-    def batch_sums(self, output, target, index):
-        return [(output.softmax(1).max(1).values > 0.4).sum()]
-    def compute(self, sums, count):
-        return {"sure": 100 * sums[0] / count}
-
-def sure(num_classes):
-    return Sure()
-
-def falling(epoch, epochs):
-    return 1 / (1 + epoch)
-
-def turned():
-    return lambda image: image.rotate(90 * int(torch.randint(4, ())))
-
-class Folder(Source):
-    form = "own"
-    def __init__(self, split):
-        super().__init__(Path(__file__).with_name("data") / split)
-        self.images = ImageFolder(self.root)
-        self.classes = self.images.classes
-    def __len__(self):
-        return len(self.images)
-    def label(self, number):
-        return self.images.targets[number]
-    def name(self, number):
-        return self.images.samples[number][0]
-    def read(self, number):
-        return Path(self.images.samples[number][0]).read_bytes()
-
-def folder(split):
-    return Folder(split)
-'''
-
-
 # How the images of class folders are written in each form, by a split; all are oracles' own: plain tarfile, csv, json.
 
 
@@ -176,9 +96,6 @@ def of_several_labels(images, there, split):
     path.write_text(re.sub('"label": "(class[12])"', r'"label": ["\1", "class0"]', path.read_text()))
 
 
-# What changes between two starts: functions of a walk that return options to add.
-
-
 def again(walk):
     """Write the same images, one of them in another class."""
     other = walk.folder / "logs" / "images"
@@ -188,15 +105,6 @@ def again(walk):
     for split in COUNTS:
         walk.door.write(other / split, walk.folder / "data", split)
     return ""
-
-
-def edited(name):
-    def change(walk):
-        with (walk.folder / name).open("a") as file:
-            file.write("\n# another line\n")
-        return ""
-
-    return change
 
 
 def moved(walk):
@@ -284,16 +192,16 @@ DOORS = {
         "--teacher {}/teacher/best.pth", prepare=taught, change=(option("--teacher {}/other/best.pth"), "teacher"),
         bad=("--teacher {}/none.pth", "none.pth"),
     ),
-    "own data set, model and loss with numbers": Door(
-        "--data-path {}/mine.py:folder --model {}/mine.py:model --criterion {}/mine.py:weighted",
-        change=(edited("helper.py"), "--data-path"), bad=("--criterion {}/mine.py:centred", "are not trained"),
-        elsewhere={"agree": "tools read folders, lists, tars and packs alone"},
-    ),
-    "own optimizer, loss and augmentation with draws, metric and schedule": Door(
-        """--opt {}/mine.py:noisy --criterion {}/mine.py:drawn --auto-augment {}/mine.py:turned
-        --metrics {}/mine.py:sure --lr-scheduler {}/mine.py:falling""",
-        change=(edited("mine.py"), "--opt"), bad=("--opt {}/mine.py:noise", "noisy"),
-    ),
+    "own code": Door(elsewhere={
+        **dict.fromkeys(PROMISES, "test_extending.py::test_every_example_of_the_page_trains_is_killed_and_resumes"),
+        "agree": "tools read folders, lists, tars and packs alone",
+        "bad": "test_extending.py::test_own_code_that_cannot_be_used_is_refused",
+        "change": "test_extending.py::test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same",
+    }),
+    "own code that draws": Door(elsewhere=dict.fromkeys(
+        PROMISES,
+        "test_extending.py::test_draws_and_buffers_of_own_code_have_the_same_bits_on_any_ranks_and_after_a_kill",
+    )),
     "weights of this project": Door(
         "--weights {}/teacher/best.pth", prepare=taught, bad=("--weights {}/none.pth", "none.pth"),
         elsewhere={"change": "a saved run holds its own weights, and does not read the file again"},
@@ -309,24 +217,17 @@ DOORS = {
 
 
 class Walk:
-    """One door in a folder of its own."""
-
     def __init__(self, door, folder, images):
         self.door, self.folder, self.images = door, folder, images
         for split in COUNTS:
             door.write(images / split, folder / "data", split)
-        (folder / "mine.py").write_text(OWN)
-        (folder / "helper.py").write_text("NOISE = 0.01\n")
-        (folder / "w.csv").write_text("class,weight\nclass0,1\nclass1,2\nclass2,3\n")
         (folder / "logs").mkdir()
         if door.prepare:
             door.prepare(folder)
         self.server = RangeServer(folder / "data") if door.path == "URL" else None
 
     def argv(self, *more):
-        """Return the command line, without the output folder."""
-        path = [] if "--data-path" in self.door.options else ["--data-path", self.door.path]
-        words = [*SMALL, *START.split(), *path, *self.door.options.split(), *map(str, more)]
+        words = [*SMALL, *START.split(), "--data-path", self.door.path, *self.door.options.split(), *map(str, more)]
         url = self.server.url if self.server else ""
         return [word.replace("{}", str(self.folder)).replace("URL", url) for word in words]
 

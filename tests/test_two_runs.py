@@ -25,24 +25,21 @@ from tests.archives import tar_of
 from tests.endings import Ending
 from tests.ranks import run_ranks
 from tests.started import SMALL_PLAIN
-from tests.test_promises import OWN
+from tests.test_extending import PAGE
 from tests.tiny import Tiny
 
 MORE = '''
 import gc, os, signal
-FACTOR, calls = 1, []
+from torch import nn
+import helper
+
+calls = []
 
 def scaled():
-    return lambda output, target: FACTOR * nn.functional.cross_entropy(output, target)
+    return lambda output, target: helper.FACTOR * nn.functional.cross_entropy(output, target)
 
 def counting():
     return lambda output, target: calls.append(0) or len(calls) * nn.functional.cross_entropy(output, target)
-
-class Lines:
-    def __init__(self, folder, metadata):
-        self.write = lambda record: print("a line of version 1")
-    def close(self):
-        pass
 
 def stopped(*numbers):
     """Change settings; in the third call of the loss change more, then send signals, or fail for a 0."""
@@ -65,12 +62,12 @@ def term(): return stopped(signal.SIGTERM)
 def interrupted(): return stopped(signal.SIGINT)
 def interrupted_twice(): return stopped(signal.SIGINT, signal.SIGINT)
 '''
-MINE = OWN + MORE
+MINE = "\n".join(PAGE) + MORE
 OPTIONS = "--batch-size 4 --epochs 2 --print-freq 1 --lr 0.05 --lr-scheduler steplr --lr-step-size 9 --overwrite"
 
 
 def data(seed):
-    """Return 12 training and 3 validation images of three classes, in tars and in class folders, by their paths."""
+    """Return 12 training and 3 validation images of three classes in tars, by their paths."""
     found, generator = {}, numpy.random.default_rng(seed)
     for split, number in (("train", 12), ("val", 3)):
         names = {}
@@ -78,12 +75,11 @@ def data(seed):
             file = io.BytesIO()
             Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=numpy.uint8)).save(file, "BMP")
             names[f"{split}/class{image % 3}/{image:02d}.bmp"] = file.getvalue()
-        found |= {f"data/{split}.tar": tar_of(names), **{f"own/data/{name}": names[name] for name in names}}
+        found[f"data/{split}.tar"] = tar_of(names)
     return found
 
 
 def weights(seed, more=""):
-    """Return a run that begins with weights, and their file."""
     torch.manual_seed(seed)
     file = io.BytesIO()
     torch.save(dict(Tiny(3).state_dict()), file)
@@ -92,13 +88,14 @@ def weights(seed, more=""):
 
 # What changes of all code of one's own: by option, the function, the words before and after.
 OWN_CODE = {
-    "criterion": ("scaled", "FACTOR, calls = 1", "FACTOR, calls = 2"),
-    "auto-augment": ("turned", "rotate(90", "rotate(45"),
-    "lr-scheduler": ("falling", "1 / (1 +", "1 / (3 +"),
-    "model": ("model", "drop_rate=0.2", "drop_rate=0.7"),
-    "metrics": ("sure", "values > 0.4", "values > 0.3"),
-    "logger": ("Lines", "version 1", "version 2"),
-    "data-path": ("folder", "self.images.targets[number]", "self.images.targets[~number]"),
+    "model": ("net", "width=16", "width=8"),
+    "opt": ("signs", "p.grad.sign()", "p.grad.cos()"),
+    "criterion": ("focal", "** 2 * each", "** 3 * each"),
+    "auto-augment": ("quarters", "90 * random", "45 * random"),
+    "lr-scheduler": ("sawtooth", "% 10 / 10", "% 10 / 5"),
+    "metrics": ("surest", "share > 0.9", "share > 0.4"),
+    "logger": ("Lines", 'record.get("loss")', '"again"'),
+    "data-path": ("stripes", "return number % 2", "return 1 - number % 2"),
 }
 CHANGED = MINE
 for _, before, after in OWN_CODE.values():
@@ -107,21 +104,20 @@ for _, before, after in OWN_CODE.values():
 
 
 def files(seed):
-    """Return a run that reads images, a recipe and weights of classes, and these."""
     texts = {"r.toml": f"[optimization]\nweight-decay = 0.{seed}\n"}
     texts |= {"w.csv": f"class,weight\nclass0,1\nclass1,{seed}\nclass2,1\n"}
     return "--recipe {}/r.toml --class-weights {}/w.csv", {**texts, **data(seed)}
 
 
 # For each kind of input: the options of two runs, and the files that are written before each.
-SCALED, NOISY = "--criterion {}/own/mine.py:scaled", "--opt {}/own/mine.py:noisy"
-OWN_WORDS = " ".join([NOISY, *(f"--{option} {{}}/own/mine.py:{name}" for option, (name, *_) in OWN_CODE.items())])
+SCALED = "--criterion {}/own/mine.py:scaled"
+OWN_WORDS = " ".join(f"--{option} {{}}/own/mine.py:{name}" for option, (name, *_) in OWN_CODE.items())
 KINDS = {
     "own code": ((OWN_WORDS, {}), (OWN_WORDS, {"own/mine.py": CHANGED})),
-    "a module that own code imports": ((NOISY, {}), (NOISY, {"own/helper.py": "NOISE = 0.02\n"})),
+    "a module that own code imports": ((SCALED, {}), (SCALED, {"own/helper.py": "FACTOR = 2\n"})),
     "the state of a module": (("--criterion {}/own/mine.py:counting", {}),) * 2,
     "a module of the same name": (
-        (NOISY, {}), (NOISY.replace("own", "other"), {"other/mine.py": MINE, "other/helper.py": "NOISE = 0.02\n"}),
+        (SCALED, {}), (SCALED.replace("own", "other"), {"other/mine.py": MINE, "other/helper.py": "FACTOR = 2\n"}),
     ),
     "images, recipe and class weights": (files(1), files(2)),
     "weights, once refused": (weights(1, "--test-only"), weights(1), weights(2)),
@@ -169,7 +165,7 @@ def run_in_a_row(folder, out, runs, is_one_command=False):
 
 @pytest.fixture
 def folder(tmp_path):
-    write(tmp_path, {"own/mine.py": MINE, "own/helper.py": "NOISE = 0.01\n", "r.toml": "", "w.csv": "", **data(1)})
+    write(tmp_path, {"own/mine.py": MINE, "own/helper.py": "FACTOR = 1\n", "r.toml": "", "w.csv": "", **data(1)})
     return tmp_path
 
 
@@ -181,19 +177,21 @@ def test_there_is_a_pair_of_runs_for_each_option_that_takes_own_code():
 def test_a_second_run_in_a_process_is_that_of_a_fresh_one(kind, folder):
     is_one_command = kind == "the same options"
     runs = KINDS["a module that own code imports" if is_one_command else kind]
-    second = run_ranks(run_in_a_row, 1, folder, "a", runs, is_one_command, log_folder=folder).check().output
+    run_ranks(run_in_a_row, 1, folder, "a", runs, is_one_command, log_folder=folder).check()
     for compiled in [*folder.rglob("__pycache__")]:
         shutil.rmtree(compiled)
     for run in runs if kind == "checkpoint" else runs[-1:]:
-        fresh = run_ranks(run_in_a_row, 1, folder, "b", [run], log_folder=folder).check().output
+        run_ranks(run_in_a_row, 1, folder, "b", [run], log_folder=folder).check()
     assert Ending(folder / "a").differences(Ending(folder / "b")) == []
     codes = [json.loads((folder / out / "run.json").read_text())["args"]["code"] for out in "ab"]
     assert codes[0] == codes[1]
-    assert second.count("version 2") == fresh.count("version 2") == 10 * (kind == "own code")
+    if kind == "own code":
+        lines = [(folder / out / "lines.txt").read_text() for out in "ab"]
+        assert lines[0].endswith(lines[1])  # behind those of the first run
+        assert lines[0].count("again") == len(lines[1].splitlines())
 
 
 def settings_of_process():
-    """Return all of this process that a run may change."""
     return {
         "print": builtins.print, "stdout": sys.stdout, "stderr": sys.stderr, "path": [*sys.path],
         "module": sys.modules.get("helper"), "garbage": gc.isenabled(), "dtype": torch.get_default_dtype(),
