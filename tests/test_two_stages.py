@@ -18,30 +18,25 @@ from tests.started import SMALL, refused, run_train
 PLAIN_OPTIONS = " ".join(OPTIONS).replace("--layer-decay 0.9", "").split()
 
 
-def compare(runs, *argv, faults):
-    """Compare runs on one and two processes, and killed at steps and resumed, with one that nothing disturbs."""
+def compare(runs, *argv, step):
+    """Compare a run killed in its second step, and after the fifth on two processes, with one that nothing disturbs."""
     runs.run("undisturbed", 1, FLAG, *argv).check()
-    runs.run("two", 2, FLAG, *argv).check()
-    assert_same(runs, "two")
-    for number, (rank, where, step, when) in enumerate(faults):
-        name = f"killed{number}"
-        killed = runs.run(name, 1 + number % 2, FLAG, *argv, faults=[(rank, where, step, when)])
+    for world_size, number in [(1, 2), (2, 4)]:  # of that process
+        argv_of_start = [FLAG, *argv, "--resume", "auto", "--checkpoint-steps", 1]
+        killed = runs.run("killed", world_size, *argv_of_start, faults=[(0, step, number, "after")])
         assert -9 in killed.codes, killed.output
-        runs.run(name, 2 - number % 2, FLAG, *argv, "--resume", "auto").check()
-        assert_same(runs, name)
+    runs.run("killed", 1, FLAG, *argv, "--resume", "auto").check()
+    assert_same(runs, "killed")
 
 
 def model_of(path):
     return load_checkpoint(path, str(path))["model"]
 
 
-# `--freeze-epochs`
-
-
 def test_the_classifier_trains_first_and_then_everything(image_folder, tmp_path):
     runs = Runs(image_folder, tmp_path, PLAIN_OPTIONS)
     argv = ["--freeze-epochs", 1, "--model", "timm/tiny_test"]
-    compare(runs, *argv, faults=[(0, "torch.optim.SGD.step", step, "after") for step in (2, 5)])
+    compare(runs, *argv, step="torch.optim.SGD.step")
     args = config.parse_args(runs.argv("x", *argv))
     first = build_model(args, 3).state_dict()
     runs.run("first", 1, FLAG, *argv, "--stop-epoch", 1).check()
@@ -50,15 +45,12 @@ def test_the_classifier_trains_first_and_then_everything(image_folder, tmp_path)
     assert moved == {"fc.weight", "fc.bias"}  # neither weights nor statistics below it
     last = model_of(tmp_path / "undisturbed" / "checkpoint.pth")
     assert all(not torch.equal(tensor, after[name]) for name, tensor in last.items())
-    # The oracle of the first epoch: a run that trains its classifier alone.
     runs.run("frozen", 1, FLAG, "--model", "timm/tiny_test", "--freeze", "--stop-epoch", 1).check()
     assert differing(after, model_of(tmp_path / "frozen" / "checkpoint.pth")) == []
     records = [[each for each in runs.metrics(name) if each["step"] <= 3] for name in ("undisturbed", "frozen")]
     for ours, theirs in zip(*records, strict=True):
         assert (ours.get("loss"), ours.get("grad_norm")) == (theirs.get("loss"), theirs.get("grad_norm"))
 
-
-# Optimizers with `train()` and `eval()`
 
 SCHEDULE_FREE = """
 import schedulefree
@@ -73,11 +65,7 @@ def test_a_schedule_free_optimizer_evaluates_its_average_and_trains_its_own_weig
     (tmp_path / "own.py").write_text(SCHEDULE_FREE)
     runs = Runs(image_folder, tmp_path, [*PLAIN_OPTIONS, "--opt", f"{tmp_path / 'own.py'}:adamw", "--lr", "0.01"])
     argv = ["--model", "timm/tiny_test", "--lr-scheduler", "steplr", "--no-model-ema", "--lr-warmup-epochs", 0]
-    kill = "schedulefree.adamw_schedulefree.AdamWScheduleFree.step"
-    compare(runs, *argv, faults=[(0, kill, step, "after") for step in (2, 5)])
-    # However often it is saved, it trains the same.
-    runs.run("often", 1, FLAG, *argv, "--checkpoint-steps", 1).check()
-    assert_same(runs, "often")
+    compare(runs, *argv, step="schedulefree.adamw_schedulefree.AdamWScheduleFree.step")  # saved more often, too
     state = load_checkpoint(tmp_path / "undisturbed" / "checkpoint.pth", "it")
     optimizer = state["optimizer"]
     names = [name for name, _ in build_model(config.parse_args(runs.argv("x", *argv)), 3).named_parameters()]
@@ -90,12 +78,10 @@ def test_a_schedule_free_optimizer_evaluates_its_average_and_trains_its_own_weig
         z = optimizer["state"][number]["z"]
         shapes.setdefault(tuple(z.shape), []).append(z)
     for name in names:
-        # Its paper: y = (1 - beta) z + beta x.
         candidates = shapes[tuple(model[name].shape)]
         errors = [(0.1 * z + 0.9 * model[name] - trained[name]).abs().max() for z in candidates]
         assert min(errors) < 1e-5
         assert not torch.equal(model[name], trained[name])
-    # What was evaluated is what was saved.
     best = tmp_path / "undisturbed" / "checkpoint.pth"
     argv = ["--test-only", "--resume", best, "--data-path", image_folder, "--device", "cpu", "--workers", 0]
     said = run_train(tmp_path, *argv).check().output
@@ -103,8 +89,6 @@ def test_a_schedule_free_optimizer_evaluates_its_average_and_trains_its_own_weig
     assert f"Test: Acc@1 {recorded['acc1']:.3f}" in said
     assert f"loss {recorded['loss']:.3f}" in said
 
-
-# Models with several outputs
 
 DEEP = """
 from torch import nn
@@ -136,26 +120,23 @@ def scores_only():
 """
 
 
-def test_a_model_of_several_outputs_trains_by_a_loss_of_ones_own(image_folder, tmp_path):
-    (tmp_path / "own.py").write_text(DEEP)
-    small = [*SMALL, "--mean", "0.5", "0.5", "0.5", "--std", "0.5", "0.5", "0.5"]
-    argv = [*small, "--data-path", image_folder, "--model", f"{tmp_path / 'own.py'}:net", "--batch-size", 8]
-    own, out = ["--criterion", f"{tmp_path / 'own.py'}:loss"], tmp_path / "out"
-    run_train(tmp_path, *argv, *own, "--epochs", 2, "--output-dir", out, "--print-freq", 1, FLAG).check()
-    records = read_metrics(out / "metrics.jsonl")
-    exec((tmp_path / "own.py").read_text(), defined := {})
-    args = config.parse_args([str(word) for word in argv])
-    torch.manual_seed(args.seed)
-    first = defined["net"](3)
-    last = model_of(out / "checkpoint.pth")
-    assert not torch.equal(last["early.weight"], first.state_dict()["early.weight"])
-    val = [each for each in records if each["kind"] == "val"][-1]
-    images = image_folder / "val"
-    _, output = run_tool(tmp_path, "predict", out / "checkpoint.pth", images, "--model", args.model, "--json")
-    exported = tmp_path / "exported"
-    model = ["--model", args.model]
+def test_a_model_of_several_outputs_trains_by_a_loss_of_ones_own_alone(image_folder, tmp_path):
+    mine, out, images = tmp_path / "own.py", tmp_path / "out", image_folder / "val"
+    mine.write_text(DEEP)
+    argv = [*SMALL, *"--mean 0.5 0.5 0.5 --std 0.5 0.5 0.5 --batch-size 8 --epochs 2 --print-freq 1".split(), FLAG]
+    argv += ["--data-path", image_folder, "--model", f"{mine}:net", "--output-dir", out]
+    refused(run_train(tmp_path, *argv), "its output is a tuple of 3, which needs a loss of your own: give --criterion")
+    outcome = run_train(tmp_path, *argv, "--criterion", f"{mine}:scores_only")
+    refused(outcome, "--criterion", "a tuple of 3, as the model returns in training")
+    run_train(tmp_path, *argv, "--criterion", f"{mine}:loss").check()
+    exec(DEEP, defined := {})
+    torch.manual_seed(0)
+    assert not torch.equal(model_of(out / "checkpoint.pth")["early.weight"], defined["net"](3).early.weight)
+    val = [each for each in read_metrics(out / "metrics.jsonl") if each["kind"] == "val"][-1]
+    model = ["--model", f"{mine}:net"]
+    _, output = run_tool(tmp_path, "predict", out / "checkpoint.pth", images, *model, "--json")
     run_tool(
-        tmp_path, "export", out / "checkpoint.pth", *model, "--format", "onnx", "torch-export", "--output", exported
+        tmp_path, "export", out / "checkpoint.pth", *model, "--format", "onnx", "torch-export", "--output", tmp_path
     )
     expected = json.loads(output)["images"]
     # The loss of an evaluation is that of the scores alone, which tools give.
@@ -163,23 +144,12 @@ def test_a_model_of_several_outputs_trains_by_a_loss_of_ones_own(image_folder, t
     truths = [Path(each["file"]).parent.name for each in expected]
     losses = [-math.log(share[truth]) for share, truth in zip(shares, truths, strict=True)]
     assert val["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-2)
-    for file in (exported / "net.onnx", exported / "net.pt2"):
-        found = json.loads(run_tool(tmp_path, "predict", file, images, "--json")[1])["images"]
+    for file in ("net.onnx", "net.pt2"):
+        found = json.loads(run_tool(tmp_path, "predict", tmp_path / file, images, "--json")[1])["images"]
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours["file"], ours["class"]) == (theirs["file"], theirs["class"])
             assert ours["probability"] == pytest.approx(theirs["probability"], abs=1e-4)
-    sets = ["--set", f"val={images}", "--workers", 0]
-    _, text = run_tool(tmp_path, "evaluate", out / "checkpoint.pth", *model, *sets)
+    _, text = run_tool(tmp_path, "evaluate", out / "checkpoint.pth", *model, "--set", f"val={images}", "--workers", 0)
     assert f"{val['acc1']:.3f}" in text
     said = run_train(tmp_path, *argv, "--test-only", "--resume", out / "checkpoint.pth").check().output
     assert f"Test: Acc@1 {val['acc1']:.3f}" in said
-
-
-def test_a_loss_that_cannot_take_the_outputs_is_refused_before_training(image_folder, tmp_path):
-    (tmp_path / "own.py").write_text(DEEP)
-    small = [*SMALL, "--mean", "0.5", "0.5", "0.5", "--std", "0.5", "0.5", "0.5"]
-    argv = [*small, "--data-path", image_folder, "--model", f"{tmp_path / 'own.py'}:net", "--batch-size", 8]
-    argv += ["--output-dir", tmp_path / "o"]
-    refused(run_train(tmp_path, *argv), "its output is a tuple of 3, which needs a loss of your own: give --criterion")
-    own = ["--criterion", f"{tmp_path / 'own.py'}:scores_only"]
-    refused(run_train(tmp_path, *argv, *own), "--criterion", "a tuple of 3, as the model returns in training")

@@ -1,7 +1,5 @@
 """Uneven classes: weights of the loss, the balanced order, and metrics, against scikit-learn, torch and plain loops."""
 
-import itertools
-import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,18 +7,16 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from PIL import Image
 from sklearn.metrics import balanced_accuracy_score, f1_score
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
 import metrics
-from data import IndexedImageFolder
+from data import IndexedImageFolder, warn_of_uneven
 from errors import UserError
 from loading.index import ArraySource, encode
 from models.losses import build_criterion, class_weights
 from sampler import TrainSampler, VirtualShards
-from tests.started import run_train
 
 SIZES = [40, 30, 20, 1]
 LABELS = numpy.repeat(range(4), SIZES)
@@ -29,16 +25,6 @@ LABELS = numpy.repeat(range(4), SIZES)
 class Uneven(ArraySource):
     form, classes, labels = "uneven", [f"class{number}" for number in range(4)], LABELS
     names = encode(f"class{label}/{number}.png" for number, label in enumerate(LABELS))
-
-
-@pytest.fixture(scope="module")
-def uneven_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uneven")
-    for number, label in itertools.chain(enumerate(LABELS), ((100 + label, label) for label in range(4))):
-        path = folder / ("val" if number >= 100 else "train") / f"class{label}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (32, 32), (60 * int(label), int(number) * 2 % 256, 0)).save(path)
-    return folder
 
 
 def sampler_of(epoch, seed=0):
@@ -111,14 +97,14 @@ def test_balanced_accuracy_and_f1_are_scikit_learns():
     assert values["f1_micro"] == pytest.approx(100 * f1_score(truth, predicted, average="micro"))
 
 
-def test_a_line_names_a_class_of_few_images(started, uneven_folder, tmp_path):
-    argv = [*started.argv, "--data-path", uneven_folder, "--epochs", 1, "--output-dir", tmp_path / "out"]
-    line = "the classes are imbalanced: class3 has 1 image, the median class 25; see --balanced-sampler"
-    assert line in run_train(tmp_path, *argv).check().output
-    more = ["--balanced-sampler", "--metrics", "balanced_acc", "f1", "--best-metric", "balanced_acc", "--overwrite"]
-    output = run_train(tmp_path, *argv, *more).check().output
-    assert "classes are uneven" not in output
-    assert re.search(r"Test: Acc@1 .* balanced_acc [\d.]+ never_right \d f1 [\d.]+ f1_micro [\d.]+ n=4\n", output)
+def test_a_line_names_a_class_of_few_images_unless_an_option_is_about_it(capsys):
+    args = SimpleNamespace(balanced_sampler=False, class_weights=None, synthetic=None)
+    for name, value in {"": None, "balanced_sampler": True, "class_weights": "balanced", "synthetic": 9}.items():
+        warn_of_uneven(
+            IndexedImageFolder("", None, source=Uneven(Path())), SimpleNamespace(**vars(args) | {name: value})
+        )
+        line = "the classes are imbalanced: class3 has 1 image, the median class 25; see --balanced-sampler"
+        assert (line in capsys.readouterr().out) == (name == "")
 
 
 @pytest.mark.parametrize(("rows", "words"), [
