@@ -22,22 +22,15 @@ from checkpointing.folder import NUMBERED, PICTURES
 from errors import UserError
 from settings.options import BY_NAME, SILENT
 
-# Fields of metrics.jsonl that depend on the machine, the moment and the number of processes; all others are functions
-# of the run and the same after any restart.
+# Fields of metrics.jsonl that depend on the machine, the moment and the number of processes.
 MACHINE_FIELDS = {
     "time", "hours", "images_per_s", "data_wait", "memory_gib", "world_size", "starting_s", "waiting_s", "saving_s",
 }  # fmt: skip
-
-# In a checkpoint: the command, and the machine that ran it.
+# In a checkpoint: the command and the machine that ran it; the results so far. In run.json: which start this was, and
+# of which code; among its options what may differ from one start of a run to the next.
 _OF_THE_START = {"args", "environment"}
-
-# In a checkpoint: the results so far.
 _OF_THE_EVALUATION = {"position", *BEST_NAMES.values()}
-
-# In run.json: which start this was, and of which code.
 _OF_THE_PROCESS = {"command", "host", "pid", "started", "launch", "environment"}
-
-# Among the options in run.json: what may differ from one start of a run to the next.
 _OF_THE_COMMAND = {
     *(name for name, option in BY_NAME.items() if option.resume == SILENT),
     *guard._DERIVED,
@@ -93,7 +86,6 @@ def _load(content: bytes) -> dict:
 
 
 def load_whole(path: Path) -> dict:
-    """Return a checkpoint, or raise a UserError if it is damaged."""
     return _load(path.read_bytes())
 
 
@@ -114,7 +106,6 @@ def _read_checkpoint(path: Path, left_out: Set[str]) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Return the windows and the evaluations in metrics.jsonl, but for what the machine decides."""
     return [record for record in _read_records(path) if record["kind"] != "epoch"]
 
 
@@ -124,7 +115,6 @@ def _read_records(path: Path) -> list[dict]:
 
 
 def exact(records: Iterable[dict]) -> list[dict]:
-    """Return records without what the machine decides."""
     return [{key: value for key, value in record.items() if key not in MACHINE_FIELDS} for record in records]
 
 
@@ -146,12 +136,9 @@ def read_points(folder: Path) -> dict[str, list[tuple]]:
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it says each restart that it sees
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return {
-        tag: [
-            (event.step, None if tag.split("/")[-1] in MACHINE_FIELDS else event.value) for event in events.Scalars(tag)
-        ]
-        for tag in events.Tags()["scalars"]
-    }
+    points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    of_machine = [tag for tag in points if tag.split("/")[-1] in MACHINE_FIELDS]
+    return points | {tag: [(step, None) for step, _ in points[tag]] for tag in of_machine}
 
 
 _READERS = {
@@ -173,7 +160,6 @@ def flatten(value, name: str = "") -> dict:
 
 
 def equal(ours, theirs) -> bool:
-    """Tell whether two leaves are the same in every bit."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     return type(ours) is type(theirs) and ours == theirs

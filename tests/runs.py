@@ -117,7 +117,6 @@ class Runs:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def saved(self, name):
-        """Return the steps of the numbered checkpoints."""
         return sorted(int(path.name[11:19]) for path in (self.folder / name).glob("checkpoint-0*.pth"))
 
     def final(self, name):

@@ -87,8 +87,6 @@ def damage_flipped(path):
 
 
 class Hostile:
-    """Unpickled, it makes a file."""
-
     def __init__(self, victim):
         self.victim = victim
 

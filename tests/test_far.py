@@ -8,7 +8,6 @@ import torch
 
 import run
 import train
-import transforms
 from checkpointing import archive
 from tests import far
 from tests.endings import differing
@@ -155,28 +154,6 @@ def test_an_evaluation_waits_at_its_lines_alone(runs, tmp_path):
     assert counts[0] == counts[1] > 0
 
 
-# Each sabotage that the device is to show; on the CPU none does.
-
-
-def read_in_a_step():
-    original = transforms.Normalize.__call__
-
-    def reading(self, image):
-        image.sum().item()
-        return original(self, image)
-
-    transforms.Normalize.__call__ = reading
-
-
-def leave_a_buffer_on_the_host():
-    original = transforms.Normalize.__init__
-
-    def build(self, mean, std, device, memory_format):
-        original(self, mean, std, torch.device("cpu"), memory_format)
-
-    transforms.Normalize.__init__ = build
-
-
 def wait_for_no_stream():
     far.Stream.wait_event = lambda self, event: None
 
@@ -186,18 +163,13 @@ def load_the_optimizer_to_the_host():
 
 
 @pytest.mark.parametrize(("sabotage", "words"), [
-    (read_in_a_step, ""), (leave_a_buffer_on_the_host, "found far:0 and cpu"), (wait_for_no_stream, "is not finite"),
-    (load_the_optimizer_to_the_host, "found far:0 and cpu"),
+    (wait_for_no_stream, "is not finite"), (load_the_optimizer_to_the_host, "found far:0 and cpu"),
 ])  # fmt: skip
 def test_negative_control_the_device_shows(runs, tmp_path, sabotage, words):
-    argv = ["--limit-train-images", "24"]
-    if sabotage is load_the_optimizer_to_the_host:
-        argv = ["--resume", runs.folder / "undisturbed" / "checkpoint-00000002.pth"]
-    ended = run_watched(runs, tmp_path, *argv, sabotage=sabotage)
-    assert (ended.codes != [0], words in ended.output) == (words != "", True), ended.output
-    if not words:
-        steps = json.loads((tmp_path / "waits.json").read_text())
-        assert all("reading" in " ".join(waits) for _, waits in steps)
+    checkpoint = runs.folder / "undisturbed" / "checkpoint-00000002.pth"
+    ended = run_watched(runs, tmp_path, "--resume", checkpoint, sabotage=sabotage)
+    assert ended.codes != [0]
+    assert words in ended.output
 
 
 def register_two():
@@ -212,6 +184,5 @@ def of_torchrun(*place):
 
 
 def test_more_processes_than_devices_are_refused(runs):
-    """Two of them would share a device, each at half the speed, without a word."""
     outcome = runs.run("crowded", 3, "--device", "far", prepare=(register_two,), launcher=of_torchrun)
     refused(outcome, "3 processes were started on this machine")

@@ -55,7 +55,6 @@ def own_group(world_size, port, backend="cpu:gloo,cuda:gloo"):
 
 
 def check_left(rank, world_size, backend="cpu:gloo,cuda:gloo"):
-    """Check that the group and the signals are as their owner had them."""
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend_config()) == (rank, world_size, backend)
     numbers = torch.tensor([rank])
     group = dist.group.WORLD if backend.startswith("cpu") else dist.new_group(backend="gloo")

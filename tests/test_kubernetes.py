@@ -1,6 +1,5 @@
 """The objects of scripts/*.yaml for Kubernetes, by the schemas of Kubernetes and of Kubeflow, and by what they mean."""
 
-import copy
 import re
 
 import pytest
@@ -40,16 +39,14 @@ def test_kubeflow_knows_every_field(kind):
     assert read_back(misspelt) == OBJECTS[kind]
 
 
-@pytest.mark.parametrize(("given", "pods"), [
-    ({"apiVersion": "batch/v1", "kind": "Job", **JOB}, JOB["spec"]["template"]),
-    ({"apiVersion": "v1", "kind": "PodTemplate", "template": WORKER["template"]}, WORKER["template"]),
+@pytest.mark.parametrize("given", [
+    {"apiVersion": "batch/v1", "kind": "Job", **JOB},
+    {"apiVersion": "v1", "kind": "PodTemplate", "template": WORKER["template"]},
 ], ids=["Job", "PodTemplate"])  # fmt: skip
-def test_kubernetes_knows_every_field_of_a_pod_and_its_job(given, pods):
+def test_kubernetes_knows_every_field_of_a_pod_and_its_job(given):
     kubernetes_validate.validate(given, "1.31", strict=True)
-    wrong = copy.deepcopy((given, pods))  # together, so that the pods are still those of the object
-    wrong[1]["spec"]["securityContext"] = {"fsGruop": 1000}
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong[0], "1.31", strict=True)
+        kubernetes_validate.validate(given | {"fsGruop": 1000}, "1.31", strict=True)
 
 
 def test_exit_code_2_ends_the_job_and_any_other_starts_all_pods_again():

@@ -57,28 +57,6 @@ def test_the_image_holds_every_module_and_package_and_nothing_else():
     assert "*" in ignored
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("image")
-    for path in map(Path, tracked()):
-        if path.parts[0] in copied() or (len(path.parts) == 1 and path.suffix == ".py"):
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPOSITORY / path, folder / path)
-    return folder
-
-
-@pytest.mark.parametrize(("words", "code", "expected"), [
-    ("--sched cosine", 2, "--lr-scheduler cosineannealinglr"), ("--help lr-b", 0, "--lr-scaling-batch"),
-    ("--list-recipes digits", 0, "title"),
-])  # fmt: skip
-def test_a_command_line_is_answered_in_the_image(image, words, code, expected):
-    command = [sys.executable, "-B", "train.py", *words.split()]
-    done = subprocess.run(command, cwd=image, capture_output=True, text=True, check=False)
-    assert done.returncode == code
-    assert expected in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-
-
 # What stands for torchrun: says how it was started, and ends as it is told.
 TORCHRUN = """#!/usr/bin/env bash
 echo "$*" > "$OUT/said"
@@ -86,13 +64,16 @@ echo "$*" > "$OUT/said"
 """
 
 
-def start_container(folder, action):
+def start_container(folder, action, **programs):
+    """Start the script where `torchrun` does something, and perhaps other programs do."""
     out, own = folder / "out", folder / "bin"
     out.mkdir()
     own.mkdir()
-    (own / "torchrun").write_text(TORCHRUN.format(action=action))
-    (own / "torchrun").chmod(stat.S_IRWXU)
-    environment = {**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "OUT": str(out), "PET_NPROC_PER_NODE": "1"}
+    for name, text in {"torchrun": TORCHRUN.format(action=action), **programs}.items():
+        (own / name).write_text(text)
+        (own / name).chmod(stat.S_IRWXU)
+    environment = {**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "OUT": str(out)}
+    environment |= {} if programs else {"PET_NPROC_PER_NODE": "1"}
     return subprocess.Popen([REPOSITORY / "scripts" / "container.sh", "--epochs", "3"], env=environment)
 
 
@@ -149,7 +130,7 @@ def run_container(folder, words, **variables):
 @pytest.mark.parametrize(("words", "variables", "code", "expected"), [
     ("--data-path /nowhere", {"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "1"}, 2, "/nowhere is not a folder"),
     (f"{RUN} --criterion {{own}}:Loss", {"REFUSED": "", "PET_MAX_RESTARTS": "1"}, 1, "ZeroDivisionError: a bug"),
-    (RUN, {}, 0, "1 process on this node"),
+    pytest.param(RUN, {}, 0, "1 process on this node", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_container_ends_with_2_for_a_start_that_was_refused_alone(tmp_path, words, variables, code, expected):
     found, said = run_container(tmp_path, words, **variables)
@@ -157,16 +138,12 @@ def test_a_container_ends_with_2_for_a_start_that_was_refused_alone(tmp_path, wo
 
 
 def test_a_container_that_is_told_to_end_while_it_looks_for_a_gpu_does_not_begin(tmp_path):
-    for name in ("python3", "torchrun"):
-        (tmp_path / name).write_text(f'#!/usr/bin/env bash\ntouch "$OUT.{name}"\nsleep 1\n')
-        (tmp_path / name).chmod(stat.S_IRWXU)
-    environment = {name: value for name, value in os.environ.items() if name != "PET_NPROC_PER_NODE"}
-    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
-    container = subprocess.Popen([REPOSITORY / "scripts" / "container.sh"], env=environment)
-    wait_for((tmp_path / "out.python3").exists)
+    looks = '#!/usr/bin/env bash\ntouch "$OUT/looks"\nsleep 1\n'
+    container = start_container(tmp_path, "", python3=looks)
+    wait_for((tmp_path / "out" / "looks").exists)
     container.send_signal(signal.SIGTERM)
     assert container.wait(30) == 1
-    assert not (tmp_path / "out.torchrun").exists()
+    assert not (tmp_path / "out" / "said").exists()
 
 
 NOHUP = {"torchrun": "preempted", "torchrun --signals-to-handle SIGTERM,SIGINT,SIGQUIT": "running"}

@@ -9,40 +9,17 @@ import pytest
 
 from tests.ranks import REPOSITORY
 from tests.runs import FLAG, Runs, assert_same
-from tests.started import PLAIN
+from tests.test_joined import DYING, OPTIONS
 
 LAUNCHERS = {
     "mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"],
     "mpirun.mpich": ["-n", "2"],
 }
-# A model and images that need no package beside torch; the fault is in the file of a model that trains.
-OPTIONS = f"--model {PLAIN} --device cpu --train-crop-size 32 --val-resize-size 32 --val-crop-size 32".split()
-OPTIONS += "--epochs 2 --print-freq 2 --workers 0 --checkpoint-steps 2 --lr 0.05".split()
-
-DIES = """
-import os
-import sys
-
-import torch
-
-step, count, rank = torch.optim.SGD.step, [], os.environ[sys.argv[1]]
-
-def die(*args, **kwargs):
-    count.append(1)
-    if len(count) == 4 and rank == "1":
-        os.kill(os.getpid(), 9)
-    return step(*args, **kwargs)
-
-torch.optim.SGD.step = die
-sys.argv[:2] = ["train.py"]
-import train
-train.cli()
-"""
 
 
 def start(launcher, *words):
     command = [launcher, *LAUNCHERS[launcher], *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     how = {"env": environment, "capture_output": True, "text": True, "timeout": 300, "cwd": REPOSITORY}
     return subprocess.run(command, check=False, **how)
 
@@ -52,16 +29,15 @@ def start(launcher, *words):
 def test_the_same_bits_by_mpirun_and_after_a_killed_process(image_folder, tmp_path, launcher):
     if shutil.which(launcher) is None and "CI" not in os.environ:
         pytest.skip(f"{launcher} is not installed")
-    runs = Runs(image_folder, tmp_path, OPTIONS)
+    (tmp_path / "dying.py").write_text(DYING)
+    runs = Runs(image_folder, tmp_path, [*OPTIONS, "--model", f"{tmp_path / 'dying.py'}:Dying"])
     runs.run("undisturbed", 1, FLAG).check()
     # A script for each process, which mpirun starts in place of Python.
     wrapper = tmp_path / "wrapper.sh"
     wrapper.write_text('#!/bin/sh\n"$@"\nexit $?\n')
     wrapper.chmod(0o755)
-    (tmp_path / "dies.py").write_text(DIES)
-    rank = {"mpirun.openmpi": "OMPI_COMM_WORLD_RANK", "mpirun.mpich": "PMI_RANK"}[launcher]
-    killed = start(launcher, sys.executable, tmp_path / "dies.py", rank, *runs.argv("killed", FLAG))
-    assert killed.returncode != 0
+    (tmp_path / "dying.py.strike").touch()
+    assert start(launcher, sys.executable, "train.py", *runs.argv("killed", FLAG)).returncode != 0
     assert runs.saved("killed") == [2, 3]
     resumed = start(launcher, wrapper, sys.executable, "train.py", *runs.argv("killed", FLAG), "--resume", "auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

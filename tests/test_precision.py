@@ -1,10 +1,7 @@
 """The step: its precision and speed options change no number beyond their rounding."""
 
-import copy
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import timm
@@ -34,7 +31,6 @@ def options(*argv):
 
 
 def small_model(seed=0):
-    """A ResNet of four blocks: every kind of layer that a large one has."""
     torch.manual_seed(seed)
     return torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
 
@@ -66,10 +62,10 @@ def losses_of(args, batches, model=None):
 
 
 def written_out(batches, dtype=None):
-    """The steps written out, with a loop over the parameters: losses, the model after one step and after all."""
+    """The steps written out, with a loop over the parameters: losses, and the model after all."""
     model = small_model().to(batches[0][0].dtype).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-4, foreach=False)
-    found, first = [], None
+    found = []
     for image, target in batches:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
@@ -77,45 +73,25 @@ def written_out(batches, dtype=None):
         loss.backward()
         optimizer.step()
         found.append(loss.detach())
-        first = copy.deepcopy(model) if first is None else first
-    return torch.stack(found), first, model
+    return torch.stack(found), model
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return written_out(random_batches(20))
-
-
-def test_the_loop_has_the_bits_of_the_steps_written_out(plain):
+def test_the_loop_has_the_bits_of_the_steps_written_out():
     for argv, dtype in (([], None), (["--amp", "--amp-dtype", "bfloat16"], torch.bfloat16)):
-        batches = random_batches(6 if dtype else 20)
-        expected, _, reference = written_out(batches, dtype) if dtype else plain
+        batches = random_batches(6)
+        expected, reference = written_out(batches, dtype)
         found, model = losses_of(options(*argv), batches)
         assert torch.equal(found, expected)
         assert differing(model.state_dict(), reference.state_dict()) == []
 
 
-# How far each option may be from plain float32: after one step, relative to a parameter's change; and over the losses
-# of 20 steps, which fall from 2.4 to 0.06 and amplify rounding on their way. float32 has 24 bits of fraction, float16
-# 11 and bfloat16 8, and gradients of the first layers have gone through all the others. A compiled BatchNorm forms its
-# sums in another order.
-@pytest.mark.parametrize(("argv", "step_tolerance", "curve_tolerance"), [
-    ("--amp --amp-dtype bfloat16", 0.4, 0.25),
-    pytest.param("--amp", 0.15, 0.2, marks=pytest.mark.slow),
-    pytest.param("--compile --channels-last", 1e-2, 0.1, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_a_step_and_20_losses_are_those_of_plain_float32(argv, step_tolerance, curve_tolerance, plain):
-    args, batches = options(*argv.split()), random_batches(20)
-    curve, first_step, _ = plain
-    start = small_model().state_dict()
-    _, ours = losses_of(args, batches[:1])
-    for name, value in first_step.named_parameters():
-        change = value - start[name]
-        difference = (ours.get_parameter(name) - value).norm()
-        assert difference <= step_tolerance * change.norm(), name
-    found, _ = losses_of(args, batches)
-    assert curve[-5:].mean() < 0.1 * curve[:5].mean()  # there is something to compare: it learns
-    torch.testing.assert_close(found.float(), curve, rtol=0, atol=curve_tolerance)
+@pytest.mark.slow
+@pytest.mark.parametrize(("argv", "tolerance"), [("--amp", 0.2), ("--compile --channels-last", 0.1)])
+def test_20_losses_are_those_of_plain_float32(argv, tolerance):
+    """They fall from 2.4 to 0.06 and amplify rounding on their way; a compiled BatchNorm sums in another order."""
+    found, expected = losses_of(options(*argv.split()), random_batches(20))[0], written_out(random_batches(20))[0]
+    assert expected[-5:].mean() < 0.1 * expected[:5].mean()  # there is something to compare: it learns
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=tolerance)
 
 
 def test_nhwc_changes_nothing_but_the_order_of_sums():
@@ -157,25 +133,24 @@ def test_muon_iterates_in_float32_if_the_run_computes_in_it():
 
 
 LIKE_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # oneDNN reads it, which torch asks whether it has kernels for bfloat16
+TYPES = {
+    "--recipe imagenette": ("float32", "--amp-dtype float32: this processor has no bfloat16 instructions"),
+    "--opt timm/muon": ("float32", "--amp-dtype float32: this processor has no bfloat16 instructions"),
+    "--recipe imagenette --amp": ("bfloat16", "--amp: this processor has no bfloat16 instructions"),
+    "--recipe digits": (None, ""),
+}
 
 
-def test_without_instructions_for_bfloat16_only_a_typed_one_is_done():
-    commands = {
-        "--recipe imagenette": ["float32", "--amp-dtype float32: this processor has no bfloat16 instructions"],
-        "--recipe imagenette --no-amp": ["float32", "--amp-dtype float32: this processor has no bfloat16 instructions"],
-        "--opt timm/muon": ["float32", "--amp-dtype float32: this processor has no bfloat16 instructions"],
-        "--recipe imagenette --amp": ["bfloat16", "--amp: this processor has no bfloat16 instructions"],
-        "--amp --amp-dtype bfloat16": ["bfloat16", "--amp: this processor has no bfloat16 instructions"],
-        "--recipe digits": [None],
-    }
-    code = f"import json\nfrom settings import config\nfor argv in {list(commands)}:\n"
-    code += " args, lines = config.on_machine(config.parse_args(f'{argv} --synthetic 64 --device cpu'.split()))\n"
-    code += " print(json.dumps([args.amp_dtype] + [line for line in lines if 'bfloat16' in line]))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=os.environ | LIKE_AVX2, capture_output=True, text=True, check=True)
-    for line, (argv, expected) in zip(done.stdout.splitlines(), commands.items(), strict=True):
-        dtype, *lines = json.loads(line)
-        assert [dtype, *(words[: len(expected[-1])] for words in lines)] == expected, argv
+def check_types():
+    os.environ.update(LIKE_AVX2)
+    for argv, (dtype, words) in TYPES.items():
+        args, lines = config.on_machine(config.parse_args(f"{argv} --synthetic 64 --device cpu".split()))
+        assert args.amp_dtype == dtype, argv
+        assert [line[: len(words)] for line in lines if "bfloat16" in line] == [words] * bool(dtype), (argv, lines)
+
+
+def test_without_instructions_for_bfloat16_only_a_typed_one_is_done(tmp_path):
+    run_ranks(check_types, 1, log_folder=tmp_path).check()
 
 
 def rank_like_avx2(arguments):
@@ -213,11 +188,11 @@ def test_all_ranks_and_a_resumed_run_keep_the_type_of_the_first_rank(tmp_path):
     assert "this processor has no" in run_ranks(rank_like_avx2, 1, scored, log_folder=tmp_path).check().output
 
 
-@pytest.mark.parametrize("is_allowed", [True, False])
-def test_tf32_governs_convolutions_and_matrix_products(is_allowed):
-    set_up_device(options("--tf32" if is_allowed else "--no-tf32").replaced(distributed=False))
-    assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is is_allowed
-    assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is is_allowed
+def test_tf32_governs_convolutions_and_matrix_products():
+    for flag in ("--tf32", "--no-tf32"):
+        set_up_device(options(flag).replaced(distributed=False))
+        kinds = {torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision}
+        assert (kinds == {"tf32"}) == (flag == "--tf32") == ("tf32" in kinds)
 
 
 def test_recomputation_that_cannot_be_is_refused():
@@ -271,8 +246,9 @@ FAST = "--amp --amp-dtype bfloat16 --channels-last".split()
 
 
 def test_same_bits_at_another_world_size_in_bfloat16_and_nhwc(runs):
-    runs.run("two", 2, FLAG, *FAST).check()
-    runs.run("one", 1, FLAG, *FAST).check()
+    argv = [FLAG, *FAST, "--epochs", 1, "--lr-warmup-epochs", 0]
+    runs.run("two", 2, *argv).check()
+    runs.run("one", 1, *argv).check()
     assert_same(runs, "one", "two")
 
 

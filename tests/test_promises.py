@@ -72,15 +72,6 @@ def by_lists(images, there, split):
     (there / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def by_one_list(images, there, split):
-    by_lists(images, there, split)
-    rows = [json.loads(line) for line in (there / f"{split}.jsonl").read_text().splitlines()]
-    (there / f"{split}.jsonl").unlink()
-    with (there / "images.csv").open("a") as file:
-        file.write("path,label,split\n" * (file.tell() == 0))
-        file.writelines(f"{row['path']},{row['label']},{split}\n" for row in rows)
-
-
 def by_pack(images, there, split):
     if split == "val":  # the last one
         run_pack(there.parent, "--data-path", images.parent, there, "--short-side", 64, "--workers", 1).check()
@@ -155,11 +146,7 @@ DOORS = {
         write=by_lists, change=(again, "data of"),
         elsewhere={"bad": "test_lists.py::test_a_list_that_cannot_be_used_is_named_with_its_line"},
     ),
-    "list, .csv with a column split": Door(
-        write=by_one_list, change=(again, "data of"),
-        elsewhere={"bad": "test_lists.py::test_one_list_holds_both_splits_if_it_says_of_which_each_image_is"},
-    ),
-    "list, .csv and .tsv": Door(elsewhere=dict.fromkeys(
+    "list, .csv, .tsv, one of both splits": Door(elsewhere=dict.fromkeys(
         PROMISES, "as .jsonl, by test_lists.py::test_a_list_of_class_folders_files_is_their_index"
     )),
     "pack": Door(write=by_pack, change=(again, "data of"), bad=("--data-path {}/data/train", "val")),

@@ -17,7 +17,6 @@ BEFORE_A_STEP = [(0, "torch.optim.SGD.step", 1, "before")]
 
 
 def check_same_weights(ours, theirs, *parts):
-    """Check that the last states of two runs are equal in some parts."""
     found, expected = (load_checkpoint(folder / "checkpoint.pth", "it") for folder in (ours, theirs))
     for part in parts or ("model", "optimizer"):
         assert differing(flatten(found[part]), flatten(expected[part])) == []
@@ -38,9 +37,6 @@ def test_a_checkpoint_is_plain_data_and_its_model_is_torchvisions(started, tmp_p
     assert state["args"]["model"] == "shufflenet_v2_x0_5"
 
 
-# Which folders, and what removes them
-
-
 @pytest.mark.parametrize("name", ["checkpoint.pth", "superseded-checkpoint-00000004.pth"])
 def test_a_folder_with_any_checkpoint_in_it_is_refused_and_stays(started, tmp_path, name):
     out = tmp_path / "out"
@@ -59,9 +55,6 @@ def test_overwrite_removes_our_files_only_and_starts_over(started, tmp_path):
     assert (out / "notes.txt").read_text() == "mine"
     assert not (out / "checkpoint-00000006.pth").exists()
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["step"] == 2
-
-
-# Damage
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -85,20 +78,16 @@ def test_a_damaged_checkpoint_is_refused_by_its_path_and_passed_over_by_auto(sta
     assert differing_results(out, started.out) == []
 
 
-def test_auto_stops_where_all_checkpoints_are_damaged(started, tmp_path):
-    out = started.copy(tmp_path / "out")
-    for path in out.glob("*.pth"):
-        damage_truncated(path)
-    words = ["checkpoints in", "none usable", "is damaged", "--overwrite"]
-    refused(started.go_on(tmp_path, out, "--resume", "auto"), *words, code=4)
-
-
-def test_another_format_stops_and_is_not_taken_for_damage(started, tmp_path):
+def test_auto_stops_at_another_format_and_where_all_checkpoints_are_damaged(started, tmp_path):
     out = started.copy(tmp_path / "out")
     state = torch.load(out / "checkpoint-00000006.pth", weights_only=True)
     torch.save({**state, "format": 1}, out / "checkpoint-00000006.pth")
     refused(started.go_on(tmp_path, out, "--resume", "auto"), "has format 1", "use the version that wrote it")
     assert list(out.glob("*.corrupt")) == []
+    for path in out.glob("*.pth"):
+        damage_truncated(path)
+    words = ["checkpoints in", "none usable", "is damaged", "--overwrite"]
+    refused(started.go_on(tmp_path, out, "--resume", "auto"), *words, code=4)
 
 
 def test_a_refused_resume_changes_nothing_and_names_a_damaged_checkpoint_before(started, tmp_path):
@@ -109,9 +98,6 @@ def test_a_refused_resume_changes_nothing_and_names_a_damaged_checkpoint_before(
     refused(outcome, "--resume auto", "lr", "0.7")
     assert outcome.output.index("checkpoint-00000006.pth is damaged") < outcome.output.index("train.py: error: ")
     assert state_of(out) == before
-
-
-# `--test-only`
 
 
 def test_test_only_takes_the_checkpoints_own_model_and_sizes(started, image_folder, tmp_path):
@@ -136,11 +122,7 @@ def test_test_only_writes_nothing_where_the_newest_is_damaged_and_needs_a_checkp
     refused(outcome, "there is no checkpoint", "none")
 
 
-# What is resumed, and how
-
-
 def test_an_older_file_supersedes_the_newer_ones_and_loses_nothing_when_killed_at_once(started, tmp_path):
-    """Killed before the first save, and again by auto: still from the older step."""
     out = started.copy(tmp_path / "out")
     for resume in [out / "checkpoint-00000004.pth", "auto"]:
         outcome = started.go_on(tmp_path, out, "--resume", resume, "--epochs", 2, faults=BEFORE_A_STEP)
@@ -171,24 +153,16 @@ def test_the_same_command_with_start_epoch_can_be_given_again(started, tmp_path)
     assert "resumed step 4 (epoch 1, step 1 of 3 in it)" in outcome.check().output
 
 
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--resume", "none.pth"], ["none.pth", "is not a file"]),
-        (["--start-epoch", "1"], ["--start-epoch 1"]),
-        (["--norm-weight-decay", "0", "--allow-change", "norm-weight-decay"], ["parameter groups"]),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    ("--resume none.pth", ["none.pth", "is not a file"]), ("--start-epoch 1", ["--start-epoch 1"]),
+    ("--norm-weight-decay 0 --allow-change norm-weight-decay", ["parameter groups"]),
+])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(started, tmp_path, argv, words):
     out = started.copy(tmp_path / "out")
-    refused(started.go_on(tmp_path, out, "--resume", "auto", *argv), *words)
+    refused(started.go_on(tmp_path, out, "--resume", "auto", *argv.split()), *words)
 
 
 def test_weights_of_others_are_no_checkpoint_and_the_message_names_weights(started, tmp_path):
-    """Of torchvision's script, which holds a namespace, and a bare state dict."""
     model = torchvision.models.shufflenet_v2_x0_5(num_classes=3).state_dict()
     torch.save(model, tmp_path / "w.pth")
     namespace = argparse.Namespace(model="shufflenet_v2_x0_5")

@@ -145,7 +145,6 @@ class Cluster:
         return subprocess.check_output([*command, str(script), *argv], env=environment, text=True).strip()
 
     def job(self, job):
-        """Return what Slurm knows of a job: {"JobState": "RUNNING", ...}."""
         words = self.call("scontrol", "show", "job", job, "--oneliner").split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -220,7 +219,6 @@ def ended(cluster, tmp_path_factory):
     for name, (action, *_) in JOBS.items():
         own = folder / name.replace(" ", "-")
         (own / "out").mkdir(parents=True)
-        # What an earlier job left.
         (own / "out" / "status.json").write_text('{"state": "preempted", "requeue": true, "earlier": 1}')
         for program, text in {"torchrun": TORCHRUN + action, "scontrol": SCONTROL}.items():
             (own / program).write_text(text)
@@ -235,7 +233,6 @@ def ended(cluster, tmp_path_factory):
         wait_for(lambda name=name: "running" in (folder / name / "out" / "status.json").read_text())
     cluster.call("scancel", "--batch", "--signal=USR1", jobs["warned while it starts"])  # as at the time limit
     cluster.call("scancel", jobs["cancelled"])
-    # A short job that needs the CPUs of those in lower partitions.
     cluster.call("sbatch", "--partition=high", "--cpus-per-task=50", "--output=/dev/null", "--wrap=sleep 1")
     return {name: cluster.wait_for_end(job) for name, job in jobs.items()}
 

@@ -16,51 +16,30 @@ import torch
 import settings
 from checkpointing.checkpoint import RunState
 from checkpointing.status import StatusFile
-from tests.ranks import (
-    REPOSITORY,
-    free_port,
-    module_rank,
-    run_ranks,
-    start_ranks,
-    torchrun_environment,
-    train_rank,
-)
+from tests import ranks
+from tests.ranks import REPOSITORY, run_ranks
 from tests.started import SMALL_PLAIN, Started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
 def started(image_folder, tmp_path_factory):
-    """A run that each Python here, which is one of its own, can go on with."""
     return Started(image_folder, tmp_path_factory.mktemp("started"), SMALL_PLAIN)
 
 
-def command(started, out, *extra):
-    argv = [sys.executable, REPOSITORY / "train.py", *started.argv, "--output-dir", out, "--epochs", 3, "--workers", 2]
-    return [str(word) for word in [*argv, *extra]]
+def start(started, out, *extra, before=(), **options):
+    argv = [*before, sys.executable, REPOSITORY / "train.py", *started.argv, "--output-dir", out, "--epochs", 3]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
+    return subprocess.Popen([*map(str, [*argv, "--workers", 2, *extra])], text=True, errors="replace", **options)
 
 
-def start(started, out, *extra, **options):
-    files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(
-        command(started, out, *extra), text=True, errors="replace", env=ENVIRONMENT, **{**files, **options}
-    )
-
-
-def wait_for_handler(pid, number):
-    """Wait until a process catches a signal: before that, Python itself is starting."""
-    deadline = time.monotonic() + 30
-    while True:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        caught = int(next(line for line in lines if line.startswith("SigCgt")).split()[1], 16)
-        if caught >> (number - 1) & 1:
-            return
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def is_caught(pid, number):
+    """Tell whether a process catches a signal: before that, Python itself is starting."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    return int(caught, 16) >> (number - 1) & 1
 
 
 @pytest.mark.parametrize(
@@ -68,12 +47,11 @@ def wait_for_handler(pid, number):
     [(TERM, 0.0), *(pytest.param(HUP if tick % 2 else INT, tick / 4, marks=pytest.mark.slow) for tick in range(16))],
 )
 def test_a_signal_while_python_imports_is_a_preemption_like_any_other(started, tmp_path, number, delay_s):
-    """In a run that resumes where one was killed."""
     out = started.copy(tmp_path / "out")
     StatusFile(out, RunState(3, {}, {})).replace("running")  # as a killed run leaves it
     process = start(started, out, "--resume", "auto", stderr=subprocess.PIPE)
     begin = time.monotonic()
-    wait_for_handler(process.pid, HUP)
+    ranks.wait_for(lambda: is_caught(process.pid, HUP))
     time.sleep(max(0.0, begin + delay_s - time.monotonic()))
     process.send_signal(number)
     output, errors = process.communicate(timeout=120)
@@ -87,7 +65,7 @@ def test_a_signal_while_python_imports_is_a_preemption_like_any_other(started, t
 
 def test_a_second_ctrl_c_while_python_imports_ends_it_with_one_line(started, tmp_path):
     process = start(started, tmp_path / "out")
-    wait_for_handler(process.pid, HUP)
+    ranks.wait_for(lambda: is_caught(process.pid, HUP))
     process.send_signal(INT)
     assert process.stdout.readline() == "SIGINT: stopping after this step; once more to stop at once\n"
     process.send_signal(INT)
@@ -100,33 +78,24 @@ def test_a_rank_whose_torchrun_is_killed_before_it_has_joined_ends(started, tmp_
     """Torch would try to connect to the dead store for --dist-timeout, deaf to signals."""
     place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where nobody listens
     place |= {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    agent = subprocess.Popen(
-        ["sh", "-c", '"$@" & wait', "sh", *command(started, tmp_path / "out", "--batch-size", 4)],
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT | place,
-    )  # fmt: skip
+    shell = ["sh", "-c", '"$@" & wait', "sh"]
+    agent = start(started, tmp_path / "out", "--batch-size", 4, before=shell, env={**os.environ, **place})
     assert any("joining 2 processes" in line for line in agent.stdout)
     time.sleep(0.2)  # it may wait by now, or not: it ends either way
     agent.kill()
     agent.communicate(timeout=60)  # until nobody has the pipe, loader processes neither
 
 
-@pytest.mark.parametrize(
-    ("argv", "code", "words"),
-    [
-        (["--help"], 0, "--lr-warmup-epochs"),
-        (["--version"], 0, f"touchstone {settings.__version__}, torch {torch.__version__.partition('+')[0]}"),
-        (["--list-recipes", "ffcv"], 0, "resnet18-fast16"),
-        (["--synthetic", "--bach-size", "3"], 2, "did you mean --batch-size?"),
-        (["--data-path", "nowhere/data/digits"], 2, "-m scripts.make_digits nowhere/data/digits"),
-        (["--recipe", "imagenette"], 2, "with train/ and val/; docs/imagenette.md says how to download it"),
-        (["--synthetic", "--epochs", "0"], 2, "1 or more"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "code", "words"), [
+    ("--help", 0, "--lr-warmup-epochs"), ("--list-recipes ffcv", 0, "resnet18-fast16"),
+    ("--version", 0, f"touchstone {settings.__version__}, torch {torch.__version__.partition('+')[0]}"),
+    ("--synthetic --bach-size 3", 2, "did you mean --batch-size?"), ("--synthetic --epochs 0", 2, "1 or more"),
+    ("--data-path nowhere/data/digits", 2, "-m scripts.make_digits nowhere/data/digits"),
+    ("--recipe imagenette", 2, "with train/ and val/; docs/imagenette.md says how to download it"),
+])  # fmt: skip
 def test_help_and_mistakes_are_answered_before_torch_is_imported(argv, code, words, tmp_path):
-    outcome = subprocess.run(
-        [sys.executable, "-X", "importtime", str(REPOSITORY / "train.py"), *argv],
-        capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=False, cwd=tmp_path,
-    )  # fmt: skip
+    command = [sys.executable, "-X", "importtime", REPOSITORY / "train.py", *argv.split()]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     lines = outcome.stderr.splitlines()
     imported = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
     said = [line for line in lines if not line.startswith("import time:")]
@@ -163,22 +132,22 @@ def be_as_on_windows():
 @pytest.mark.parametrize("name", ["train.py", "scripts.evaluate", "scripts.report", "scripts.prepare"])
 def test_a_python_without_fork_as_on_windows_is_told_so_in_one_line(name, tmp_path):
     name = REPOSITORY / name if name == "train.py" else name
-    done = run_ranks(module_rank, 1, name, ["--help"], (be_as_on_windows,), log_folder=tmp_path)
+    done = run_ranks(ranks.module_rank, 1, name, ["--help"], (be_as_on_windows,), log_folder=tmp_path)
     assert done.codes == [2]
     assert done.output == "error: Touchstone needs Linux or macOS; on Windows, use it in WSL2\n"
 
 
 def rank_with_a_seed(argv):
-    train_rank([*argv, "--seed", os.environ["RANK"]])
+    ranks.train_rank([*argv, "--seed", os.environ["RANK"]])
 
 
 @pytest.mark.dist
 def test_each_process_says_the_cause_in_one_line_where_no_launcher_ends_the_others(tmp_path):
     """As by hand: rank 0, at whose store they meet, ends ten seconds before the other, which is no stall either."""
     argv = [*SMALL_PLAIN, *"--synthetic 16 --stall-timeout 0.14 --output-dir".split(), str(tmp_path / "out")]
-    port = free_port()
-    places = [torchrun_environment(rank, 2, port) for rank in range(2)]
-    processes, logs = start_ranks(rank_with_a_seed, places, (argv,), tmp_path)
+    port = ranks.free_port()
+    places = [ranks.torchrun_environment(rank, 2, port) for rank in range(2)]
+    processes, logs = ranks.start_ranks(rank_with_a_seed, places, (argv,), tmp_path)
     cause = "rank 1 differs from rank 0: --seed 1 (rank 0: --seed 0)"
     cause += "; start each with the same command, code and versions"
     for process, log, where in zip(processes, logs, ("", " on rank 1"), strict=True):

@@ -48,7 +48,7 @@ def start(shell, folder, images, *argv):
         pytest.skip("other users cannot read this checkout or its Python")
     command = [sys.executable, REPOSITORY / "train.py", *SMALL_PLAIN, "--data-path", images, "--batch-size", "8"]
     command += ["--use-deterministic-algorithms", "--epochs", "1", "--output-dir", folder / "out", *argv]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder / "packages")}
+    environment = {**os.environ, "PYTHONPATH": str(folder / "packages")}
     folder.mkdir(exist_ok=True)
     folder.chmod(0o777)
     return subprocess.run(
@@ -70,7 +70,6 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def usual(images, tmp_path_factory):
-    """The folder of the run in usual surroundings, beside a TensorFlow."""
     folder = tmp_path_factory.mktemp("usual")
     (folder / "packages" / "tensorflow").mkdir(parents=True)
     (folder / "packages" / "tensorflow" / "__init__.py").write_text("open(__file__ + '.imported', 'w')\n")

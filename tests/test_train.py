@@ -20,20 +20,12 @@ from tests.ranks import REPOSITORY, run_check
 from tests.started import refused, run_train
 
 
-class Scorer(nn.Module):
-    """A model whose BatchNorm statistics matter, and differ between the ranks before they are broadcast."""
-
-    def __init__(self, num_classes, rank):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.norm = nn.BatchNorm1d(6)
-        self.norm.running_mean.fill_(rank)
-        self.linear = nn.Linear(6, num_classes)
-        with torch.no_grad():
-            self.linear.weight.copy_(torch.randn(num_classes, 6, generator=generator))
-
-    def forward(self, image):
-        return self.linear(self.norm(image))
+def scorer(num_classes, rank):
+    """Return a model whose BatchNorm statistics matter, and differ between the ranks before they are broadcast."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, num_classes))
+    model[0].running_mean.fill_(rank)
+    return model
 
 
 def evaluate_rank(rank, world_size, results):
@@ -45,7 +37,7 @@ def evaluate_rank(rank, world_size, results):
         labels = torch.randint(3, (num_images,), generator=generator)
         keys = sampler.EvalSampler(num_images, batch_size, rank, world_size)
         loader = DataLoader(TensorDataset(features, labels), batch_size, sampler=keys)
-        found.append(train.measure(Scorer(3, rank), nn.CrossEntropyLoss(), loader, torch.device("cpu")))
+        found.append(train.measure(scorer(3, rank), nn.CrossEntropyLoss(), loader, torch.device("cpu")))
         assert found[-1]["n"] == num_images
     if rank == 0:
         results.write_text(json.dumps(found))
@@ -61,7 +53,7 @@ def test_evaluation_is_the_same_in_every_bit_at_any_world_size(tmp_path):
 def test_evaluation_agrees_with_scores_counted_by_hand():
     generator = torch.Generator().manual_seed(3)
     features, labels = torch.randn(11, 6, generator=generator), torch.randint(4, (11,), generator=generator)
-    model = Scorer(4, 0).eval()
+    model = scorer(4, 0).eval()
     scores = model(features).detach()
     hits = sum(int(row.argmax() == label) for row, label in zip(scores, labels, strict=True))
     losses = [float(-(row.log_softmax(0))[label]) for row, label in zip(scores, labels, strict=True)]
@@ -76,12 +68,12 @@ def test_evaluation_agrees_with_scores_counted_by_hand():
 def test_evaluation_says_that_a_sampler_repeats_images_and_refuses_it_of_our_own_loaders(capsys):
     dataset = TensorDataset(torch.randn(4, 6), torch.zeros(4, dtype=torch.int64))
     sampler, words = [0, 1, 2, 3, 0], "evaluated 5 images of a set of 4"
-    train.evaluate(Scorer(3, 0), nn.CrossEntropyLoss(), DataLoader(dataset, sampler=sampler), "cpu")
+    train.evaluate(scorer(3, 0), nn.CrossEntropyLoss(), DataLoader(dataset, sampler=sampler), "cpu")
     assert words in capsys.readouterr().out
     loader = DataLoader(dataset, sampler=sampler)
     loader.numbers = lambda: iter([None] * len(loader))  # as our loaders know those of their images
     with pytest.raises(RuntimeError, match=words):
-        train.evaluate(Scorer(3, 0), nn.CrossEntropyLoss(), loader, "cpu")
+        train.evaluate(scorer(3, 0), nn.CrossEntropyLoss(), loader, "cpu")
 
 
 def test_weights_that_are_not_finite_are_not_evaluated(started, tmp_path):

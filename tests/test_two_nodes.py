@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -26,11 +27,9 @@ OPTIONS = f"""
 
 
 def descendants(pid):
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            found = [int(word) for word in file.read().split()]
-    except OSError:
-        return []
+    found = []
+    with suppress(OSError):
+        found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     return [*found, *itertools.chain(*map(descendants, found))]
 
 
