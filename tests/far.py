@@ -69,6 +69,10 @@ class Event:
         device.arrive(lambda stream, time: self.seen.get(stream, 0) >= time)
 
 
+def always(value):
+    return lambda *_: value
+
+
 class DeviceModule:
     """`torch.far`, with what this project and torch ask of a device's module."""
 
@@ -78,27 +82,19 @@ class DeviceModule:
         self.stream_now, self.copies, self.waits = Stream(), [], []
         self.rng_state = torch.Generator().manual_seed(0).get_state()
 
-    def is_available(self):
-        return True
+    is_available = is_initialized = always(True)
+    _is_in_bad_fork = always(False)
+    device_count = always(1)
+    max_memory_allocated = always(0)
+    get_amp_supported_dtype = always([torch.bfloat16, torch.float16])
 
-    is_initialized = is_available
-
-    def _is_in_bad_fork(self):
-        return False
-
-    def device_count(self):
-        return 1
-
-    def get_amp_supported_dtype(self):
-        return [torch.bfloat16, torch.float16]
+    def current_stream(self, _=None):
+        return self.stream_now
 
     def manual_seed(self, seed):
         self.rng_state = torch.Generator().manual_seed(seed).get_state()
 
     manual_seed_all = manual_seed
-
-    def current_stream(self, _=None):
-        return self.stream_now
 
     @contextlib.contextmanager
     def stream(self, stream):
@@ -112,15 +108,12 @@ class DeviceModule:
         self.note_wait("synchronize")
         self.arrive(lambda *_: True)
 
-    def max_memory_allocated(self, _=None):
-        return 0
-
     def note_wait(self, what):
         """Remember that the host waits for the device, and where: the innermost line of this project."""
-        frames = [frame for frame in traceback.extract_stack() if ".venv" not in frame.filename]
-        ours = [frame for frame in frames if Path(frame.filename).is_relative_to(REPOSITORY)]
-        ours = [frame for frame in ours if frame.filename != __file__] or frames
-        self.waits.append(f"{what} at {Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}")
+        codes = [(frame.f_code, line) for frame, line in traceback.walk_stack(None)]
+        ours = [each for each in codes if str(REPOSITORY) in each[0].co_filename and ".venv" not in each[0].co_filename]
+        code, line = next((each for each in ours if each[0].co_filename != __file__), codes[-1])
+        self.waits.append(f"{what} at {Path(code.co_filename).name}:{line} {code.co_name}")
 
     def arrive(self, is_done):
         """End the copies to the host that `is_done(stream, time)` says the host has waited for."""

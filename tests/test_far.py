@@ -109,16 +109,11 @@ def test_the_numbers_are_the_cpus_and_no_step_between_two_lines_waits_for_the_de
 
 
 @pytest.mark.dist
-def test_the_same_bits_on_two_processes(runs):
-    runs.run("two", 2, "--device", "far", prepare=REGISTER).check()
-    assert_same(runs, "two")
-
-
-@pytest.mark.parametrize("device", ["far", "cpu"])
-def test_the_same_bits_when_killed_and_resumed_on_the_device(runs, device):
+@pytest.mark.parametrize(("device", "world_size"), [("far", 2), ("cpu", 1)])
+def test_the_same_bits_when_killed_on_any_processes_and_resumed_on_the_device(runs, device, world_size):
     name, kill = f"killed-{device}", [(0, "torch.optim.SGD.step", 3, "before")]
-    killed = runs.run(name, 1, "--device", device, faults=kill, prepare=REGISTER)
-    assert killed.codes == [-9], killed.output
+    killed = runs.run(name, world_size, "--device", device, faults=kill, prepare=REGISTER)
+    assert -9 in killed.codes, killed.output
     runs.run(name, 1, "--device", "far", "--resume", "auto", prepare=REGISTER).check()
     assert_same(runs, name)
 

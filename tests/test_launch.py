@@ -8,8 +8,8 @@ from settings import config
 
 
 def test_first_slurm_host():
-    hosts = {"gpu[007-010,12],login1": "gpu007", "login1,gpu[007-010]": "login1", "dgx-a[01-02]-ib": "dgx-a01-ib"}
-    hosts |= {"rack[0-3]node[0-7]": "rack0node0"}  # Slurm allows two ranges in one name
+    hosts = {"gpu[007-010,12],login1": "gpu007", "login1,gpu[007-010]": "login1", "node1,node2": "node1"}
+    hosts |= {"rack[0-3]node[0-7]-ib": "rack0node0-ib", "rack-2.example.org": "rack-2.example.org"}
     assert {nodes: first_slurm_host(nodes) for nodes in hosts} == hosts
 
 
