@@ -1,8 +1,4 @@
-"""How a run has ended: all that its output folder promises, and in which of it two folders differ.
-
-This is the one description of "the same folder": whatever was done to a run, its folder has to end like that of a run
-to which nothing was done.
-"""
+"""How a run has ended: all that its output folder promises, and in which of it two folders differ."""
 
 import functools
 import hashlib

@@ -1,15 +1,12 @@
 """A rehearsal device: `far:0`, an accelerator made in Python whose kernels are the CPU's.
 
 A test that passes on it shows that no tensor stayed on the host, that nothing between two points waited for the device,
-and that each stream and the host waited for what they read. It says nothing of CUDA's own kernels, NCCL or compilation.
+and that each stream and the host waited for what they read. A tensor of the device holds a CPU tensor in `raw`. Each
+memory has a mark: the stream that wrote it last, and when. A stream that reads what another one wrote, without having
+waited for it, reads `POISON`, and so does the host after a copy that does not block.
 
-A tensor of the device holds a CPU tensor in `raw`. Each memory has a mark: the stream that wrote it last, and when. A
-stream that reads what another one wrote, without having waited for it, reads `POISON`, and so does the host after a
-copy that does not block. `register` makes the device known in this process alone.
-
-What a device made in Python cannot carry, as torch 2.14 refuses it: pinned memory that C++ asks for, and with it the
-static graph of DDP ("implement `getPinnedMemoryAllocator`"); `torch.Generator("far")` ("implement `getNewGenerator`");
-`torch.accelerator.synchronize` and its memory statistics; streams of `torch.Stream`, all of which are number 0.
+It cannot carry, as torch 2.14 refuses it: pinned memory that C++ asks for, and with it the static graph of DDP;
+`torch.Generator("far")`; `torch.accelerator.synchronize` and its memory statistics; streams of `torch.Stream`.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""Every promise at every door: DOORS go down, PROMISES across.
-
-A cell is kept by `test_a_door_keeps_its_promises`, which walks through all doors alike, or `elsewhere` names the test
-that holds it, or the reason why there is none.
-"""
+"""Every promise at every door: DOORS go down, PROMISES across."""
 
 import ast
 import io

@@ -1,7 +1,4 @@
-"""A small training in unusual surroundings works, with the numbers of any other, or ends in one line.
-
-Each row is a real start of `python train.py`: the shell that makes the surroundings becomes it.
-"""
+"""A small training in unusual surroundings works, with the numbers of any other, or ends in one line."""
 
 import os
 import subprocess

@@ -104,8 +104,7 @@ class Deep(nn.Module):
         features = self.stem(images)
         return self.fc(features.mean((2, 3))), self.early(features.amax((2, 3))), {"features": features}
 
-def net(num_classes):
-    return Deep(num_classes)
+net = Deep
 
 def loss():
     def compute(output, target):
@@ -115,8 +114,7 @@ def loss():
         return F.cross_entropy(scores, target) + 0.5 * F.cross_entropy(early, target)
     return compute
 
-def scores_only():
-    return F.cross_entropy
+scores_only = lambda: F.cross_entropy
 """
 
 

@@ -1,8 +1,4 @@
-"""No wait is without an end: a rank is stopped, killed or raises at any collective, and rank 0 says which and where.
-
-Rank 1 alone meets the fault, at a collective numbered by counting calls. Nobody but rank 0's own limits end it, as when
-each process was started by hand on a machine of its own.
-"""
+"""No wait is without an end: a rank is stopped, killed or raises at any collective, and rank 0 says which and where."""
 
 import collections
 import itertools
