@@ -203,12 +203,6 @@ def test_recomputation_that_cannot_be_is_refused():
             build_model(options("--grad-checkpointing", "--model", name), 3)
 
 
-def small_vit():
-    torch.manual_seed(0)
-    rates = {"drop_rate": 0.3, "attn_drop_rate": 0.2, "drop_path_rate": 0.5}
-    return timm.models.VisionTransformer(32, 8, num_classes=10, embed_dim=16, depth=4, num_heads=2, **rates)
-
-
 def test_recomputed_blocks_give_the_same_bits_and_hold_less():
     def count(tensor):
         kept.append(tensor.numel())
@@ -216,7 +210,9 @@ def test_recomputed_blocks_give_the_same_bits_and_hold_less():
 
     kept, results, saved = [], [], []
     for is_recomputed in (False, True):
-        model = small_vit()
+        torch.manual_seed(0)
+        rates = {"drop_rate": 0.3, "attn_drop_rate": 0.2, "drop_path_rate": 0.5}
+        model = timm.models.VisionTransformer(32, 8, num_classes=10, embed_dim=16, depth=4, num_heads=2, **rates)
         if is_recomputed:
             set_grad_checkpointing(model, "it")
         average = ExponentialMovingAverage(model, decay=0.5)
