@@ -251,7 +251,7 @@ UNUSABLE = [
     ("--metrics {}:it --mixup-alpha 0.2", "it = lambda _: Count(batch_sums=lambda o, t, _: [(o.argmax(1) == t).sum()])",
      "targets of shape (2, 3): The size of tensor a (2) must match"),
     ("--metrics {}:it", "it = lambda _: Count(gather=lambda *names: {names[0]: 1.0})", "tuple index out of range"),
-    ("--metrics {}:it", "it = lambda _: Count(compute=lambda *_: {'x': numpy.float32(1)})",
+    ("--metrics {}:it", "it = lambda _: Count(compute=lambda *_: {'x': [1.0, numpy.float32(1)]})",
      "compute returns a float32 as x; expected a float"),
     ("--data-path {}:it", "it = lambda split: None", "it returned None for val; expected a Source"),
     ("--data-path {}:it", "it = lambda split: Few(split, -1)", "a label is -1; expected a whole number from 0 to 2"),
@@ -281,7 +281,7 @@ def refuse_each(mine, argv, rows):
 @pytest.mark.parametrize("option", sorted({own.split()[0] for own, *_ in UNUSABLE}))
 def test_own_code_that_cannot_be_used_is_refused(started, mine, tmp_path, option):
     rows = [row for row in UNUSABLE if row[0].startswith(option)]
-    argv = [*map(str, started.argv), "--output-dir", str(tmp_path / "out")]
+    argv = [*map(str, started.argv), "--epochs", "3", "--output-dir", str(tmp_path / "out")]
     run_ranks(refuse_each, 1, mine, argv, rows, log_folder=tmp_path).check()
     assert not [*tmp_path.glob("out/*.pth")]
 
