@@ -31,7 +31,7 @@ class RangeServer(http.server.ThreadingHTTPServer):
         self.folder, self.faults, self.always, self.share = Path(folder), [], None, 0.0
         self.retry_after = "0"
         self.requests, self.rng, self.lock, self.has_ranges = [], random.Random(0), threading.Lock(), True
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def next_fault(self):
@@ -48,6 +48,7 @@ class RangeServer(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a client's delayed acknowledgement costs each answer 40 ms
 
     def do_GET(self):
         fault, path = self.server.next_fault(), self.server.folder / self.path.lstrip("/")
