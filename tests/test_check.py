@@ -1,6 +1,7 @@
 """scripts/check.py: every planted defect is found, and nothing else."""
 
 import json
+import os
 import random
 import shlex
 import shutil
@@ -17,34 +18,27 @@ from errors import ImageError
 from scripts import check, prepare
 from settings import config
 from tests import fuzz
-from tests.images import FILES, encoded, write_images
-from tests.ranks import Outcome, run_ranks, tool_rank
-from tests.test_modes import CASES, FOUR16, GREY16, png
+from tests.images import FILES, ROTATED, encoded, write_images
+from tests.ranks import run_ranks, tool_rank
+from tests.test_modes import CASES, FOUR16, png
 
 COUNTS = ["--expect-train", 29, "--expect-val", 7, "--expect-classes", 3, "--workers", 2]
 
 
-def run(tmp_path: Path, *argv) -> Outcome:
-    """Run the tool in a process of its own, and return what became of it."""
-    outcome = run_ranks(tool_rank, 1, "check", argv, log_folder=tmp_path, timeout_s=60)
+def look(tmp_path: Path, data_path: Path, *argv) -> tuple[int, dict, dict[str, list[str]]]:
+    """Return the exit code, the JSON and the names of the images found, by kind."""
+    outcome = run_ranks(
+        tool_rank, 1, "check", [data_path, "--json", tmp_path / "report.json", *argv], log_folder=tmp_path
+    )
     assert "Traceback" not in outcome.output, outcome.output
     # No control byte of a name reaches the terminal.
     assert not [c for c in outcome.output if (ord(c) < 32 and c not in "\n\r") or 127 <= ord(c) < 160]
-    return outcome
-
-
-def look(tmp_path: Path, data_path: Path, *argv) -> tuple[int, dict, dict[str, list[str]]]:
-    """Return the exit code, the JSON and the names of the images found, by kind."""
-    outcome = run(tmp_path, data_path, "--json", tmp_path / "report.json", *argv)
-    report = json.loads((tmp_path / "report.json").read_text())
+    report, found = json.loads((tmp_path / "report.json").read_text()), {}
     assert report["healthy"] == (outcome.codes == [0])
-    found = {
-        finding["kind"]: [
-            Path(each["image"].split(" in ")[0]).name if each["image"] else each["reason"] for each in finding["images"]
-        ]
-        for finding in report["findings"]
-    }
-    assert all(finding["count"] == len(finding["images"]) for finding in report["findings"])
+    for finding in report["findings"]:
+        images = [(each["image"], each["reason"]) for each in finding["images"]]
+        found[finding["kind"]] = [Path(name.split(" in ")[0]).name if name else reason for name, reason in images]
+        assert finding["count"] == len(images)
     return outcome.codes[0], report, found
 
 
@@ -75,16 +69,15 @@ def plant(images: Path) -> dict[str, list[str]]:
     files[4].write_bytes(b"GIF89a" + bytes(100))
     image.convert("CMYK").save(files[5], "JPEG")
     image.save(files[6], "PNG")
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    image.save(files[7], "JPEG", exif=exif)
+    image.save(files[7], "JPEG", exif=ROTATED)
     shutil.copy(files[8], files[9])
     shutil.copy(images / "train" / "class1" / "image003.jpg", images / "val" / "class2" / "image001.jpg")
     # Samples of more than eight bits, and transparency.
-    grey = numpy.arange(64 * 48, dtype=numpy.uint16).reshape(48, 64) * 20
+    grey = numpy.arange(64 * 48, dtype=numpy.uint16).reshape(48, 64) * 20 >> 4
     others = sorted((images / "train" / "class2").iterdir())
     Image.new("RGBA", (64, 48)).save(others[0], "PNG")
-    Image.fromarray(grey).save(others[1], "PNG")
+    others[1] = others[1].rename(others[1].with_name("z.png"))  # the last, which is always looked at
+    Image.fromarray(grey).save(others[1])
     Image.new("F", (64, 48)).save(others[2], "TIFF")
     payload = encoded(image, "AVIF")  # whose header says another size
     others[3].write_bytes(payload.replace(struct.pack(">II", 64, 48), struct.pack(">II", 16, 16)))
@@ -112,6 +105,8 @@ def test_every_planted_defect_is_found(images, tmp_path, form):
     data_path = images if form == "folder" else pack_into_tars(images, tmp_path / "tars")
     code, report, found = look(tmp_path, data_path, *COUNTS)
     assert code == 1
+    words = "train: samples with more than 8 bits use 6% of their range: loaded, their pixels are 0 to 14"
+    assert [reason.startswith(words) for reason in found.pop("dark")] == [True]
     assert found == planted
     # ImageNet itself has some of these.
     harmless = {finding["kind"] for finding in report["findings"] if not finding["is_problem"]}
@@ -151,25 +146,22 @@ def test_a_class_a_tar_and_a_split_that_are_not_whole(images, tmp_path):
     code, _, found = look(tmp_path, images, *COUNTS)
     assert code == 1
     assert [word in line for word, line in zip(["class2", "klass2"], found["set"], strict=True)] == [True, True]
-    payload = (tars / "train.tar").read_bytes()
-    (tars / "train.tar").write_bytes(payload[: len(payload) // 2])
+    os.truncate(tars / "train.tar", (tars / "train.tar").stat().st_size // 2)
     code, _, found = look(tmp_path, tars, *COUNTS)
     assert code == 1
     assert "train.tar is truncated" in found["set"][0]
-    (tars / "train.tar").unlink()
-    assert "has no train/" in look(tmp_path, tars, *COUNTS)[2]["set"][0]
 
 
 def odd_files():
     """Yield files of every kind and mode, as they are and damaged, and of extreme sides."""
     rng = random.Random(0)
     for payload in (*FILES.values(), *(case.values[0] for case in CASES), png(FOUR16[..., :3], 2, bytes(6))):
-        yield from (payload, *(fuzz.scramble(payload, rng, head=300) for _ in range(2)))
+        yield from (payload, fuzz.scramble(payload, rng, head=300))
     for width, height in [(1, 1), (2, 1), (1, 349), (349, 1), (1, 1365), (1, 1366), (5000, 1), (65537, 1), (1, 65537)]:
-        yield from (encoded(Image.new(mode, (width, height)), "PNG") for mode in ("RGB", "L", "RGBA"))
+        yield encoded(Image.new("RGBA", (width, height)), "PNG")
 
 
-@pytest.mark.parametrize("options", [[], ["--val-resize-size", "512"], ["--in-chans", "4"]])
+@pytest.mark.parametrize("options", [[], ["--val-resize-size", "512", "--in-chans", "4"]])
 def test_what_is_healthy_is_what_training_and_evaluation_can_load(tmp_path, options):
     for place in (tmp_path / "train" / "a", tmp_path / "val" / "a"):
         place.mkdir(parents=True)
@@ -188,16 +180,6 @@ def test_what_is_healthy_is_what_training_and_evaluation_can_load(tmp_path, opti
                     failed.add(dataset.index.path(number))
         assert failed == damaged
         assert 50 < len(failed) < number
-
-
-def test_samples_of_12_bits_in_files_of_16_are_a_problem(images, tmp_path):
-    for split in ("train", "val"):
-        (images / split / "class0" / "x.png").write_bytes(png(GREY16 >> 4 if split == "val" else GREY16 >> 5, 0))
-    code, _, found = look(tmp_path, images, "--expect-classes", 3)
-    assert (code, found["deep"], len(found["dark"])) == (1, ["x.png"] * 2, 2)
-    assert (
-        "val: samples with more than 8 bits use 6% of their range: loaded, their pixels are 0 to 15" in found["dark"][1]
-    )
 
 
 def test_every_example_of_the_help_is_a_command():
