@@ -122,7 +122,7 @@ def test_without_augmentation_training_images_are_those_of_an_evaluation():
 
 
 @pytest.mark.parametrize("mode", ["BILINEAR", "BICUBIC"])
-@pytest.mark.parametrize(("resize_size", "crop_size"), [(256, 224), (320, 299), (40, 32)])
+@pytest.mark.parametrize(("resize_size", "crop_size"), [(256, 224), (40, 32)])
 def test_images_of_nearly_the_size_they_are_resized_to_are_torchvisions(resize_size, crop_size, mode):
     interpolation = InterpolationMode[mode]
     oracle = tv.Compose([tv.Resize(resize_size, interpolation), tv.CenterCrop(crop_size), tv.PILToTensor()])
