@@ -28,39 +28,31 @@ def folder(tmp_path, monkeypatch):
     return write_split(tmp_path / "images" / "train")
 
 
-def scans(monkeypatch):
-    """Return a list that grows with each scan."""
-    done, original = [], index.ImageIndex._scan
-    monkeypatch.setattr(index.ImageIndex, "_scan", lambda found: done.append(found) or original(found))
-    return done
-
-
 def samples(found):
     return [(found.name(number), found.label(number), found.read(number)) for number in range(len(found))]
 
 
+def image_folders(folder):
+    """Return what torchvision's ImageFolder makes of a folder, as `samples` does."""
+    theirs = datasets.ImageFolder(folder)
+    return [(os.path.relpath(path, folder), label, Path(path).read_bytes()) for path, label in theirs.samples]
+
+
 def test_images_are_image_folders_with_links_and_odd_names(folder, capsys):
-    elsewhere = folder.parent / "elsewhere"
-    (elsewhere / "in").mkdir(parents=True)
-    (elsewhere / "in" / "l.jpg").write_bytes(b"linked")
+    elsewhere, odd = folder.parent / "elsewhere", os.fsdecode(b"\xff")
+    for name in ("elsewhere/in", f"train/b/{odd}", "train/a/folder.jpg"):
+        (folder.parent / name).mkdir(parents=True)
+    for name in ("elsewhere/in/l.jpg", "train/b/ü\n.JPG", f"train/b/{odd}/k.jpg", "train/a/folder.jpg/i.jpg"):
+        (folder.parent / name).write_bytes(os.fsencode(name))
     (folder / "C").symlink_to(elsewhere)
-    (folder / "b" / "ü\n.JPG").write_bytes(b"odd")
-    os.mkdir(os.fsencode(folder) + b"/b/\xff")
-    (folder / "b" / os.fsdecode(b"\xff") / "k.jpg").write_bytes(b"no UTF-8")
-    (folder / "a" / "folder.jpg").mkdir()
-    (folder / "a" / "folder.jpg" / "i.jpg").write_bytes(b"in it")
     (folder / "a" / "link.jpg").symlink_to(folder / "b" / "2.jpg")
     (folder / "a" / "gone").symlink_to(folder / "nowhere")
     (folder / "a" / "circle").symlink_to(folder / "a" / "circle")
     (folder / "a" / "phone.heic").write_bytes(b"not read")
-    theirs, ours = datasets.ImageFolder(folder), open_source(folder)
+    ours = open_source(folder)
     assert f"4 files not read, such as {folder}/a/circle, whose extensions are not .jpg" in capsys.readouterr().out
-    assert ours.classes == theirs.classes
-    assert [(ours.path(number), ours.label(number)) for number in range(len(ours))] == theirs.samples
-    assert [ours.read(number) for number in range(len(ours))] == [Path(path).read_bytes() for path, _ in theirs.samples]
-
-
-def test_a_link_to_a_folder_above_is_refused(folder):
+    assert ours.classes == ["C", "a", "b"]
+    assert samples(ours) == image_folders(folder)
     (folder / "a" / "deep" / "up").symlink_to(folder / "a")
     with pytest.raises(UserError, match="deep/up is a link to one of its own parent folders"):
         open_source(folder)
@@ -112,21 +104,17 @@ def test_every_format_gives_image_folders_images(folder, tmp_path, write, is_cac
     write(folder, tmp_path)
     for _ in range(1 + is_cached):
         found = open_source(tmp_path / "train")
-    theirs = datasets.ImageFolder(folder)
-    expected = [(str(Path(path).relative_to(theirs.root)), label) for path, label in theirs.samples]
-    numbers = range(len(found))
-    assert found.classes == theirs.classes
-    assert [(found.name(number), found.label(number)) for number in numbers] == expected
-    contents = [Path(path).read_bytes() for path, _ in theirs.samples]
-    assert [found.read(number) for number in numbers] == contents
-    assert [found.size(number) for number in numbers] == [len(content) for content in contents]
-    assert all(found.name(number) in found.path(number) for number in numbers)
-    lines = "".join(f"{name} {label}\n" for name, label in expected)
+    expected = image_folders(folder)
+    assert found.classes == datasets.ImageFolder(folder).classes
+    assert samples(found) == expected
+    assert [found.size(number) for number in range(len(found))] == [len(content) for _, _, content in expected]
+    assert all(found.name(number) in found.path(number) for number in range(len(found)))
+    lines = "".join(f"{name} {label}\n" for name, label, _ in expected)
     assert found.fingerprint() == hashlib.sha256(lines.encode()).hexdigest()[:16]
-    assert found.identity()["path"] == str(tmp_path / "train")
-    assert found.identity().keys() == {"form", "path", "sizes", "times", "checksums", "sample"}
-    sample = " ".join(f"{number}:{len(content)}" for number, content in enumerate(contents))
-    assert found.identity()["sample"] == sample
+    identity = found.identity()
+    assert identity.keys() == {"form", "path", "sizes", "times", "checksums", "sample"}
+    assert identity["path"] == str(tmp_path / "train")
+    assert identity["sample"] == " ".join(f"{number}:{len(each[2])}" for number, each in enumerate(expected))
     assert "is used, not" not in capsys.readouterr().out
 
 
@@ -138,34 +126,39 @@ def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
     assert open_source(tmp_path / "train").fingerprint() == "95f6fa071d4a7826"
 
 
-def test_a_second_start_does_not_scan_and_leaves_the_split_alone(folder, monkeypatch):
-    before = folder.stat().st_mtime_ns
-    done = scans(monkeypatch)
-    first = open_source(folder)
-    second = open_source(folder)
-    assert len(done) == 1
-    assert samples(first) == samples(second)
+def test_a_second_start_does_not_scan_but_where_the_index_cannot_be_cached_or_may_be_stale(folder, monkeypatch, capsys):
+    before, scan, scans = folder.stat().st_mtime_ns, index.ImageIndex._scan, []
+    monkeypatch.setattr(index.ImageIndex, "_scan", lambda found: scans.append(1) or scan(found))
+    assert samples(open_source(folder)) == samples(open_source(folder))
+    assert len(scans) == 1
     assert folder.stat().st_mtime_ns == before
     assert sorted(os.listdir(folder.parent)) == [".touchstone-index-train.npz", "train"]
+    index.cache_path(folder).unlink()
+    index.cache_path(folder).mkdir()  # refused to root as well
+    assert samples(open_source(folder)) == samples(open_source(folder))
+    assert len(scans) == 3
+    assert "is not cached" in capsys.readouterr().out
+    index.cache_path(folder).rmdir()
+    monkeypatch.setattr(index, "RACY_NS", 60_000_000_000)
+    assert samples(open_source(folder)) == samples(open_source(folder))
+    assert len(scans) == 5
+    assert "modified less than two seconds ago" in capsys.readouterr().out
+    assert os.listdir(folder.parent) == ["train"]
 
 
 def test_a_changed_folder_is_scanned_anew(folder):
     elsewhere = folder.parent / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "1.jpg").touch()
     (folder / "linked").symlink_to(elsewhere)
-    changes = [
+    assert open_source(folder).classes == ["a", "b"]  # a link that leads nowhere yet
+    for change in [
+        elsewhere.mkdir,
         lambda: (folder / "a" / "deep" / "er" / "new.jpg").write_bytes(b"new"),
         lambda: (folder / "b").rename(folder / "0"),
-        (elsewhere / "more.jpg").touch,
-    ]
-    for change in changes:
-        before = samples(open_source(folder))
+        lambda: (elsewhere / "more.jpg").write_bytes(b"more"),
+    ]:
         change()
-        after = open_source(folder)
-        assert samples(after) != before
-        found = [(after.path(number), after.label(number)) for number in range(len(after))]
-        assert found == datasets.ImageFolder(folder).samples
+        (elsewhere / "1.jpg").touch()
+        assert samples(open_source(folder)) == image_folders(folder)
 
 
 def test_a_changed_or_added_tar_is_scanned_anew(folder, tmp_path):
@@ -176,61 +169,30 @@ def test_a_changed_or_added_tar_is_scanned_anew(folder, tmp_path):
     second = open_source(target / "train")
     for fact in ("sizes", "times"):  # by which a resumed run notices it
         assert second.identity()[fact] != first.identity()[fact]
-    assert {second.name(number) for number in range(len(second))} > {"b/5.jpg"}
-    assert all(second.read(number) is not None for number in range(len(second)))
+    assert "b/5.jpg" in {name for name, _, _ in samples(second)}
     pack(target / "train-000003.tar", {"c/6.jpg": folder / "b" / "2.jpg"}, "train/")
     assert open_source(target / "train").classes == ["a", "b", "c"]
-    with pytest.raises(
-        ImageError, match=r"train-000001\.tar: the tar has changed"
-    ):  # no bad image, which may be skipped
+    words = r"train-000001\.tar: the tar has changed"
+    with pytest.raises(ImageError, match=words):  # no bad image, which may be skipped
         samples(first)
 
 
-def test_a_folder_changed_a_moment_ago_is_not_cached(folder, monkeypatch, capsys):
-    monkeypatch.setattr(index, "RACY_NS", 2_000_000_000)
-    done = scans(monkeypatch)
-    open_source(folder)
-    open_source(folder)
-    assert len(done) == 2
-    assert "modified less than two seconds ago" in capsys.readouterr().out
-    assert not index.cache_path(folder).exists()
-
-
-def test_a_link_that_leads_nowhere_yet_is_not_trusted(folder):
-    (folder / "c").symlink_to(folder.parent / "unmounted")
-    assert open_source(folder).classes == ["a", "b"]
-    (folder.parent / "unmounted").mkdir()
-    (folder.parent / "unmounted" / "1.jpg").touch()
-    assert open_source(folder).classes == ["a", "b", "c"]
-
-
 def test_a_damaged_foreign_or_hostile_cache_is_scanned_anew(folder, tmp_path, monkeypatch):
-    expected = samples(open_source(folder))
-    cache = index.cache_path(folder)
-    good = cache.read_bytes()
-    done = scans(monkeypatch)
-
-    def check(content):
-        cache.write_bytes(content)
-        done.clear()
-        assert samples(open_source(folder)) == expected
-        return len(done)
-
-    hostile, other, bomb = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    expected, cache = samples(open_source(folder)), index.cache_path(folder)
+    good, hostile, bomb = cache.read_bytes(), io.BytesIO(), io.BytesIO()
     numpy.savez_compressed(bomb, zeros=numpy.zeros(1 << 20), **numpy.load(cache))
     numpy.savez(hostile, header=numpy.array([Hostile(tmp_path / "executed")], dtype=object))
-    numpy.savez(other, header=numpy.zeros(3))
-    packed = [each.getvalue() for each in (hostile, other, bomb)]
-    for content in [b"", b"garbage", good[: len(good) // 2], bytes(len(good)), *packed]:
-        assert check(content) == 1
+    damaged = [b"", b"garbage", good[: len(good) // 2], bytes(len(good)), hostile.getvalue(), bomb.getvalue()]
+    flipped = (good[:n] + bytes([good[n] ^ 1 << n % 8]) + good[n + 1 :] for n in range(0, len(good), 31))
+    for content in [*damaged, *flipped]:
+        cache.write_bytes(content)
+        assert samples(open_source(folder)) == expected
+        assert content not in damaged or cache.read_bytes() != content
     assert not (tmp_path / "executed").exists()
-    for place in range(0, len(good), 31):
-        damaged = bytearray(good)
-        damaged[place] ^= 1 << place % 8
-        check(bytes(damaged))
-    assert check(good) == 0
     monkeypatch.setattr(index, "_FORMAT", "touchstone image index 0")
-    assert check(good) == 1
+    cache.write_bytes(good)
+    assert samples(open_source(folder)) == expected
+    assert cache.read_bytes() != good
 
 
 @pytest.mark.parametrize("name", ["train.csv", "classes.txt", "train-000002.tar", "train/b.tar"])
@@ -242,15 +204,6 @@ def test_a_file_of_the_data_set_that_is_a_link_to_nowhere_is_no_file_less(folder
     (data / name).symlink_to("nowhere")
     with pytest.raises(UserError, match=f"{name} cannot be read: No such file or directory"):
         open_source(data / "train")
-
-
-def test_where_the_data_folder_cannot_be_written_every_start_scans(folder, monkeypatch, capsys):
-    index.cache_path(folder).mkdir()  # refused to root as well
-    done = scans(monkeypatch)
-    assert samples(open_source(folder)) == samples(open_source(folder))
-    assert len(done) == 2
-    assert "is not cached" in capsys.readouterr().out
-    assert sorted(os.listdir(folder.parent)) == [".touchstone-index-train.npz", "train"]
 
 
 def member(name, kind=tarfile.REGTYPE, content=b"content", **fields):
@@ -267,7 +220,6 @@ END = bytes(1024)
 GOOD = member("a/1.jpg")
 BAD_TARS = {
     "empty": (b"", "truncated, damaged"),
-    "garbage": (b"garbage" * 500, "truncated, damaged"),
     "gzipped": (gzip.compress(GOOD + END), "unpack it"),
     "cut in a header": (GOOD + GOOD[:100], "its end is missing"),
     "cut in an image": (GOOD + member("a/2.jpg")[:516], "is incomplete"),
@@ -276,14 +228,11 @@ BAD_TARS = {
     "class tar that is cut": (member("a.tar", content=GOOD) + END, "its end is missing"),
     "class tar cut in an image": (member("a.tar", content=GOOD[:-506]) + END, "is incomplete"),
     "negative size": (GOOD + member("a/2.jpg", pax_headers={"size": "-4096"}) + END, "truncated, damaged"),
-    "odd size": (GOOD + member("a/2.jpg", pax_headers={"size": "many"}) + END, "truncated, damaged"),
     "huge size": (GOOD + member("a/2.jpg", pax_headers={"size": str(1 << 70)}) + END, "is incomplete"),
-    "leads out": (member("../a/1.jpg") + END, "points outside"),
-    "leads out in the middle": (member("a/../../1.jpg") + END, "points outside"),
+    "leads out": (member("a/../../1.jpg") + END, "points outside"),
     "absolute": (member("/etc/a/1.jpg") + END, "points outside"),
     "a zero in a name": (member("x", pax_headers={"path": "a/1\0.jpg"}) + END, "points outside"),
     "link": (GOOD + member("a/2.jpg", tarfile.SYMTYPE, linkname="/etc/passwd") + END, "--dereference"),
-    "hard link": (GOOD + member("a/2.jpg", tarfile.LNKTYPE, linkname="a/1.jpg") + END, "--dereference"),
     "device": (GOOD + member("a/2.jpg", tarfile.CHRTYPE, devmajor=1, devminor=5) + END, "--dereference"),
     "flat": (member("1.jpg") + member("2.jpg") + END, "holds 2 images and no class folders; list them"),
     "no images": (member("a/1.txt") + END, "neither images nor class folders"),
@@ -319,13 +268,12 @@ def test_an_incomplete_set_of_shards_or_pack_is_refused(folder, tmp_path):
     whole = open_source(tmp_path / "train")
     assert whole.identity()["checksums"] == hashlib.sha256(sums.encode()).hexdigest()[:16]
     (tmp_path / "train-000002.tar").unlink()
-    with pytest.raises(UserError, match=r"train-000002\.tar is missing: 1 of the 3 shards"):
-        open_source(tmp_path / "train")
-    path.write_text(json.dumps({**manifest, "state": "writing"}))
-    with pytest.raises(UserError, match="is still being written, or was interrupted; run its"):
-        open_source(tmp_path / "train")
+    for state, words in (("complete", r"train-000002\.tar is missing: 1 of the 3 shards"), ("writing", "run its")):
+        path.write_text(json.dumps({**manifest, "state": state}))
+        with pytest.raises(UserError, match=words):
+            open_source(tmp_path / "train")
     # The pack of another split, or another tool's file, says nothing about these.
-    foreign = [{**manifest, "kind": "another"}, {**manifest, "splits": {}}, [], 1, {"kind": manifest["kind"]}]
+    foreign = [{**manifest, "kind": "another"}, {**manifest, "splits": {}}, [], {"kind": manifest["kind"]}]
     for content in [*(json.dumps(value).encode() for value in foreign), b"no JSON", b"\xff", b"[" * 100_000]:
         path.write_bytes(content)
         assert 0 < len(open_source(tmp_path / "train")) < len(whole)
@@ -336,14 +284,13 @@ def test_an_incomplete_set_of_shards_or_pack_is_refused(folder, tmp_path):
 
 
 def test_a_thousand_class_tars_need_few_descriptors(tmp_path):
+    (tmp_path / "train").mkdir()
     for number in range(200):
-        (tmp_path / "train").mkdir(exist_ok=True)
         (tmp_path / "train" / f"c{number:03d}.tar").write_bytes(member("1.jpg", content=b"%d" % number) + END)
-    found = open_source(tmp_path / "train")
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    found, descriptors = open_source(tmp_path / "train"), Path("/proc/self/fd")
+    before = len(list(descriptors.glob("*")))
     assert [found.read(number) for number in range(200)] == [b"%d" % number for number in range(200)]
-    if before:
-        assert len(os.listdir("/proc/self/fd")) - before <= 128
+    assert len(list(descriptors.glob("*"))) - before <= 128
 
 
 def test_a_file_that_would_fill_memory_or_is_no_file_is_not_read(tmp_path):
@@ -351,17 +298,15 @@ def test_a_file_that_would_fill_memory_or_is_no_file_is_not_read(tmp_path):
     folder.mkdir(parents=True)
     header = tarfile.TarInfo("a/1.jpg")
     header.size = 200 << 30
-    with open(tmp_path / "val.tar", "wb") as file:
-        file.write(header.tobuf())
-        file.truncate((200 << 30) + 10240)
+    (tmp_path / "val.tar").write_bytes(header.tobuf())
     (folder / "1.jpg").touch()
+    os.truncate(tmp_path / "val.tar", (200 << 30) + 10240)
     os.truncate(folder / "1.jpg", 200 << 30)
     os.mkfifo(folder / "2.jpg")
     (folder / "3.jpg").symlink_to("/dev/zero")
+    words = "it has 214,748,364,800 bytes; an image may have at most 1,073,741,824"
     for split in ("train", "val"):
-        with pytest.raises(
-            BadImageError, match="it has 214,748,364,800 bytes; an image may have at most 1,073,741,824"
-        ):
+        with pytest.raises(BadImageError, match=words):
             open_source(tmp_path / split).read(0)
     for number in (1, 2):
         with pytest.raises(OSError, match="is not a file"):
@@ -370,10 +315,8 @@ def test_a_file_that_would_fill_memory_or_is_no_file_is_not_read(tmp_path):
 
 SPLITS = [
     (["train/a/1.jpg", "valid/a/1.jpg", "test/a/1.jpg"], "mv valid val"),
-    (["train/a/1.jpg", "validation/a/1.jpg"], "mv validation val"),
     (["training/a/1.jpg", "validation/a/1.jpg"], "mv training train && mv validation val"),
     (["Train/a/1.jpg", "val/a/1.jpg"], "mv Train train"),
-    (["train.zip", "val.zip"], "has no train/, but train.zip; unpack it"),
     (["train/a/1.jpg", "val.tar.gz"], "has no val/, but val.tar.gz; unpack it"),
     (["images.TGZ"], "has no train/, but images.TGZ; unpack it"),
     (["cats/1.jpg", "dogs/1.jpg", "old.zip"], "cats, dogs ... are the classes, move all of them into a folder train/"),

@@ -16,7 +16,7 @@ from loading.forms import open_named, open_source
 from loading.lists import alike_classes
 from tests.images import write_images
 from tests.ranks import run_ranks, tool_rank
-from tests.started import SMALL_PLAIN, run_train
+from tests.started import SMALL, run_train
 
 
 @pytest.fixture
@@ -43,45 +43,39 @@ def write_list(path: Path, rows: list[dict]):
 def rows_of(folder: Path, split: str, base: Path | None = None) -> list[dict]:
     """Return the images that torchvision's ImageFolder finds, by paths relative to `base`, or absolute ones."""
     found = datasets.ImageFolder(folder / split)
-    return [
-        {"path": os.path.relpath(path, base) if base else path, "label": found.classes[label]}
-        for path, label in found.samples
-    ]
+    paths = [(os.path.relpath(path, base) if base else path, label) for path, label in found.samples]
+    return [{"path": path, "label": found.classes[label]} for path, label in paths]
+
+
+def contents(source):
+    return [(source.name(number), source.label(number), source.read(number)) for number in range(len(source))]
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
 def test_a_list_of_class_folders_files_is_their_index(folder, ending):
-    expected = open_source(folder / "val"), open_source(folder / "train")
-    for split in ("val", "train"):
+    expected = {split: open_source(folder / split) for split in ("val", "train")}
+    for split in expected:
         write_list(folder / f"{split}{ending}", rows_of(folder, split, folder))
     for _ in range(2):  # by a scan, and from the cache
-        for known, split in zip(expected, ("val", "train"), strict=True):
+        for split, known in expected.items():
             found = open_source(folder / split)
-            assert (found.form, found.classes, len(found)) == ("list", known.classes, len(known))
-            assert found.fingerprint() == known.fingerprint()
-            for number in range(len(known)):
-                assert found.name(number) == known.name(number)
-                assert found.read(number) == known.read(number)
-                assert found.size(number) == known.size(number)
+            assert (found.form, found.classes, found.fingerprint()) == ("list", known.classes, known.fingerprint())
+            assert contents(found) == contents(known)
+            assert [found.size(number) for number in range(len(known))] == list(map(known.size, range(len(known))))
             assert found.path(0) == str(folder / split / found.name(0))
 
 
 @pytest.mark.parametrize("is_absolute", [False, True])
 def test_photographs_may_lie_anywhere(folder, tmp_path, is_absolute):
-    samples = datasets.ImageFolder(folder / "train").samples
-    (tmp_path / "lists").mkdir()
-    if not is_absolute:
-        shutil.copytree(folder / "train", tmp_path / "lists" / "photographs")
-    moved = folder / "train" if is_absolute else tmp_path / "lists" / "photographs"
-    rows = rows_of(moved.parent, moved.name, None if is_absolute else tmp_path / "lists")
-    write_list(tmp_path / "lists" / "train.csv", rows)
-    found = open_source(tmp_path / "lists" / "train")
-    contents = [(Path(path).read_bytes(), label) for path, label in samples]
-    assert [(found.read(number), found.label(number)) for number in range(len(found))] == contents
-    assert [found.path(number) for number in range(len(found))] == [
-        row["path"] if is_absolute else str(tmp_path / "lists" / row["path"]) for row in rows
-    ]
-    assert all(found.name(number).startswith(found.classes[found.label(number)] + "/") for number in range(len(found)))
+    expected, lists = [each[1:] for each in contents(open_source(folder / "train"))], tmp_path / "lists"
+    lists.mkdir()
+    base = None if is_absolute else (folder / "train").rename(lists / "photographs").parent
+    rows = rows_of(folder, "train") if is_absolute else rows_of(lists, "photographs", base)
+    write_list(lists / "train.csv", rows)
+    found = open_source(lists / "train")
+    assert [each[1:] for each in contents(found)] == expected
+    assert [found.path(number) for number in range(len(found))] == [str(lists / row["path"]) for row in rows]
+    assert all(name.startswith(found.classes[label] + "/") for name, label, _ in contents(found))
 
 
 def test_one_list_holds_both_splits_if_it_says_of_which_each_image_is(folder):
@@ -112,56 +106,57 @@ def test_numbers_are_those_of_classes_txt_or_all_from_0(folder):
 
 
 def test_classes_txt_gives_the_order_and_an_evaluation_may_lack_some(folder, capsys):
-    names = datasets.ImageFolder(folder / "train").classes
-    (folder / "classes.txt").write_text("\n".join([*names[::-1], "unseen"]))
+    names = [*datasets.ImageFolder(folder / "train").classes[::-1], "unseen"]
+    (folder / "classes.txt").write_text("\n".join(names))
     for split in ("train", "val"):
         write_list(folder / f"{split}.csv", rows_of(folder, split, folder))
     found = open_source(folder / "val")
-    assert found.classes == [*names[::-1], "unseen"]
-    assert {found.name(number).split("/")[0]: found.label(number) for number in range(len(found))} == {
-        name: 2 - number for number, name in enumerate(names)
-    }
+    assert found.classes == names
+    assert {(name.split("/")[0], label) for name, label, _ in contents(found)} == {(names[n], n) for n in range(3)}
     assert "1 class of" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"1 class of .*train.csv, such as unseen, without images"):
         open_source(folder / "train")
 
 
 def edited(folder: Path, **changes) -> None:
-    rows = rows_of(folder, "train", folder)
-    write_list(folder / "train.csv", [rows[0] | changes, *rows[1:]])
+    first, *rows = rows_of(folder, "train", folder)
+    write_list(folder / "train.csv", [first | changes, *rows])
 
 
-@pytest.mark.parametrize(("spoil", "message"), [
-    (lambda folder: edited(folder, path="train/nowhere.jpg"), "'train/nowhere.jpg' is not a file; paths are relative"),
-    (lambda folder: write_list(folder / "train.csv", [
-        row | ({"path": f"{number}.jpg"} if number in (0, 2, 3) else {})
-        for number, row in enumerate(rows_of(folder, "train", folder))
-    ]), r"line \d+: '\d.jpg' is not a file; .*; 2 other paths of this list too: lines \d+, \d+$"),
-    (lambda folder: edited(folder, path="../x.jpg"), "contains .."),
-    (lambda folder: edited(folder, path="train/7"), "has none of the extensions"),
-    (lambda folder: edited(folder, label=""), "label is ''; expected one name or number"),
-    (lambda folder: edited(folder, label="a/b"), "a class cannot be called 'a/b'"),
-    (lambda folder: write_list(folder / "train.csv", [row | {"label": -1} for row in rows_of(folder, "train", folder)]),
-     "label -1 is negative; the first class is 0"),
-    (lambda folder: edited(folder, label=rows_of(folder, "train")[-1]["label"], path=rows_of(folder, "train", folder)[1]
-                           ["path"]), "is listed with two classes"),
-    (lambda folder: edited(folder, path=rows_of(folder, "train", folder)[1]["path"]), "is listed twice"),
-    (lambda folder: (folder / "train.csv").write_text("id;breed\n1;cat\n"), "no column path; line 1 has id, b"),
-    (lambda folder: (folder / "train.csv").write_text("path,label\n"), "lists no images of train"),
-    (lambda folder: (folder / "train.csv").write_text("path,label\na.jpg\n"), "line 2: 1 values for 2 columns"),
-    (lambda folder: (folder / "train.csv").write_text('path,label\n"a.jpg,b\n'), "line 2: unexpected end of data"),
-    (lambda folder: (folder / "train.csv").write_bytes(b"path,label\n\xe4.jpg,cat\n"), "line 2: not UTF-8"),
-    (lambda folder: (folder / "train.jsonl").write_text("{\n"), "line 1: not JSON"),
-    (lambda folder: (folder / "train.jsonl").write_text('{"path": "a.jpg", "label": ["a", "b"]}\n'),
-     r"label is \['a', 'b'\]; expected one name or number"),
-    (lambda folder: edited(folder) or (folder / "classes.txt").write_text("class0\n"), "classes.txt has no class"),
-    (lambda folder: edited(folder) or (folder / "classes.txt").write_text("a\na\n"), "lists a twice"),
-    (lambda folder: edited(folder) or (folder / "classes.txt").write_text("\n"), "is empty"),
-    (lambda folder: (folder / "images.csv").write_text("path,label,split\na.jpg,a,test\n"), "split 'test'; expected"),
-    (lambda folder: (folder / "train.csv").write_text("path,label,label\n"), "duplicate column: path"),
-])  # fmt: skip
-def test_a_list_that_cannot_be_used_is_named_with_its_line(folder, spoil, message):
-    spoil(folder)
+# A file and its content, or changes of the list of the class folders' images; and the line's words.
+UNUSABLE = [
+    ({"path": "train/nowhere.jpg"}, "line 11: 'train/nowhere.jpg' is not a file; paths are relative"),
+    ({"path": "../x.jpg"}, "contains .."),
+    ({"path": "train/7"}, "has none of the extensions"),
+    ({"label": ""}, "label is ''; expected one name or number"),
+    ({"label": "a/b"}, "a class cannot be called 'a/b'"),
+    ({"path": "{second}"}, "is listed twice"),
+    ({"path": "{second}", "label": "class2"}, "is listed with two classes"),
+    (("train.csv", "path,label\ntrain/class0/image000.jpg,-1\n"), "label -1 is negative; the first class is 0"),
+    (("train.csv", "path,label\na.jpg,a\nb.jpg,a\nc.jpg,b\n"), "'a.jpg' is not .*; 2 other paths .*: lines 3, 4$"),
+    (("train.csv", "id;breed\n1;cat\n"), "no column path; line 1 has id, b"),
+    (("train.csv", "path,label\n"), "lists no images of train"),
+    (("train.csv", "path,label\na.jpg\n"), "line 2: 1 values for 2 columns"),
+    (("train.csv", 'path,label\n"a.jpg,b\n'), "line 2: unexpected end of data"),
+    (("train.csv", "path,label\n\udce4.jpg,cat\n"), "line 2: not UTF-8"),
+    (("train.csv", "path,label,label\n"), "duplicate column: path"),
+    (("train.jsonl", "{\n"), "line 1: not JSON"),
+    (("train.jsonl", '{"path": "a.jpg", "label": ["a", "b"]}\n'), r"\['a', 'b'\]; expected one name or number"),
+    (("images.csv", "path,label,split\na.jpg,a,test\n"), "split 'test'; expected"),
+    (("classes.txt", "class0\n"), "classes.txt has no class"),
+    (("classes.txt", "a\na\n"), "lists a twice"),
+    (("classes.txt", "\n"), "is empty"),
+]
+
+
+@pytest.mark.parametrize(("spoilt", "message"), UNUSABLE)
+def test_a_list_that_cannot_be_used_is_named_with_its_line(folder, spoilt, message):
+    second = rows_of(folder, "train", folder)[1]["path"]
+    changes = spoilt if isinstance(spoilt, dict) else {}
+    if not changes:
+        (folder / spoilt[0]).write_text(spoilt[1], errors="surrogateescape")
+    if changes or spoilt[0] == "classes.txt":
+        edited(folder, **{key: value.format(second=second) for key, value in changes.items()})
     with pytest.raises(UserError, match=message) as raised:
         open_source(folder / "train")
     assert "\n" not in str(raised.value)
@@ -226,15 +221,12 @@ def test_labels_that_are_all_numbers_are_in_their_order_and_a_line_says_where_fo
 
 
 def test_data_in_another_layout_are_answered_with_what_helps(folder):
-    photos = (folder / "train").rename(folder / "photos")
-    with pytest.raises(UserError, match="are the classes, move all of them into a folder train/"):
-        open_source(photos / "train")
     with pytest.raises(UserError, match="is one split; give the folder that holds it"):
         open_source(folder / "val" / "train")
+    (folder / "train").rename(folder / "photos")
     (folder / "labels.csv").write_text("path,label\n")
-    with pytest.raises(
-        UserError, match=r"if labels.csv lists the images, rename it to train.csv, with the columns path"
-    ):
+    words = "if labels.csv lists the images, rename it to train.csv, with the columns path"
+    with pytest.raises(UserError, match=words):
         open_source(folder / "train")
 
 
@@ -248,34 +240,28 @@ def test_umlauts_of_another_system_are_found(folder, forms):
     assert open_source(folder / "train").read(0) == content
 
 
-def test_a_list_of_a_spreadsheet_on_windows_is_read(folder, capsys):
+def test_a_list_of_a_spreadsheet_on_windows_is_read(folder):
     """With semicolons, a byte order mark, line ends of two characters and backslashes, but for a name that has one."""
-    expected = {split: open_source(folder / split) for split in ("train", "val")}
     odd = next((folder / "val").rglob("*.jpg"))
-    odd = odd.rename(odd.with_name("a\\b.jpg"))
-    expected["val"] = open_source(folder / "val")
+    odd.rename(odd.with_name("a\\b.jpg"))
+    expected = {split: contents(open_source(folder / split)) for split in ("train", "val")}
     for split, known in expected.items():
-        rows = [(known.path(number), known.class_name(number)) for number in range(len(known))]
-        paths = [os.path.relpath(path, folder) for path, _ in rows]
-        paths = [path if "\\" in path else path.replace("/", "\\") for path in paths]
-        lines = ["path;label", *(f"{path};{label}" for path, (_, label) in zip(paths, rows, strict=True))]
-        (folder / f"{split}.csv").write_bytes("\r\n".join([*lines, ""]).encode("utf-8-sig"))
+        rows = [(row["path"], row["label"]) for row in rows_of(folder, split, folder)]
+        rows = [(path if "\\" in path else path.replace("/", "\\"), label) for path, label in rows]
+        lines = ["path;label", *map(";".join, rows), ""]
+        (folder / f"{split}.csv").write_bytes("\r\n".join(lines).encode("utf-8-sig"))
         found = open_source(folder / split)
         assert found.form == "list"
-        assert [found.read(number) for number in range(len(found))] == [known.read(n) for n in range(len(known))]
-        assert found.fingerprint() == known.fingerprint()
+        assert contents(found) == known
 
 
 def test_labels_that_look_alike_are_told_by_every_start(folder, tmp_path):
     assert alike_classes(["a", "b", "ab", "ba"]) == ""
     forms = {unicodedata.normalize(form, "Käfer") for form in ("NFC", "NFD")}
     assert alike_classes([*forms, "x"]).startswith("classes 'K")
-    rows = [{**row, "label": "CLASS0"} if number == 0 else row for number, row in enumerate(rows_of(folder, "train"))]
-    write_list(folder / "train.csv", rows)
+    edited(folder, label="CLASS0")
+    argv = ["--data-path", folder, "--minival", "0.2", *SMALL, "--batch-size", 2, "--epochs", 1]
+    starts = [run_train(tmp_path, *argv, *more, "--output-dir", tmp_path / "out") for more in ([], ["--dry-run"])]
+    starts.append(run_ranks(tool_rank, 1, "check", [folder, "--expect-val", 0], log_folder=tmp_path))
     words = "classes 'CLASS0' and 'class0' differ in case, spaces or Unicode form alone"
-    argv = ["--data-path", folder, "--minival", "0.2", *SMALL_PLAIN, "--batch-size", 2, "--epochs", 1]
-    for more in ([], ["--dry-run"]):
-        done = run_train(tmp_path, *argv, *more, "--output-dir", tmp_path / "out").check()
-        assert done.output.count(words) == 1
-    done = run_ranks(tool_rank, 1, "check", [folder, "--expect-val", 0], log_folder=tmp_path)
-    assert words in done.output
+    assert [done.output.count(words) for done in starts] == [1, 1, 1]
