@@ -26,9 +26,12 @@ from tests.images import pack_classes, write_images
 from tests.ranks import run_ranks
 from tests.started import DAMAGES, damage_folder
 
+EXACTLY = {"rtol": 0, "atol": 0}
 
-def arguments(folder, *argv):
-    return config.parse_args(["--data-path", str(folder), "--device", "cpu", *map(str, argv)])
+
+def sets_of(folder, *argv):
+    args = config.parse_args(["--data-path", str(folder), "--device", "cpu", *map(str, argv)])
+    return data.build_datasets(*config.split_dirs(args), args)
 
 
 def test_a_set_is_an_image_folder(image_folder, tmp_path):
@@ -51,15 +54,14 @@ def test_a_set_is_an_image_folder(image_folder, tmp_path):
 @pytest.mark.parametrize("backend", ["pil", "tensor"])
 def test_a_sample_is_that_of_an_image_folder_for_the_same_draws(image_folder, backend, erase):
     preset = ClassificationPresetTrain(crop_size=24, auto_augment_policy="ra", random_erase_prob=erase, backend=backend)
-    theirs = datasets.ImageFolder(image_folder / "train", preset)
-    ours = data.IndexedImageFolder(image_folder / "train", preset)
+    sets = [build(image_folder / "train", preset) for build in (datasets.ImageFolder, data.IndexedImageFolder)]
     for number in range(6):
         torch.manual_seed(number)
-        expected = theirs[number]
+        expected, expected_label = sets[0][number]
         torch.manual_seed(number)
-        image, label = ours[number]
-        assert torch.equal(image, expected[0])
-        assert (image.dtype, label) == (torch.float32, expected[1])
+        image, label = sets[1][number]
+        assert torch.equal(image, expected)
+        assert (image.dtype, label) == (torch.float32, expected_label)
 
 
 @pytest.mark.parametrize("erase", [0.0, 1.0])
@@ -82,8 +84,7 @@ def test_draws_of_a_key_are_those_of_its_address(image_folder, policy, erase):
 def test_alternating_flips_show_each_image_both_ways_in_two_epochs(image_folder, others):
     def load(mode, epoch, repetition=0, seed=1):
         given = f"--train-crop-size 24 --hflip-mode {mode} --seed {seed} {others}".split()
-        options = arguments(image_folder, *given, *["--hflip-prob", 0] * (mode == "random"))
-        dataset, _ = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), options)
+        dataset, _ = sets_of(image_folder, *given, *["--hflip-prob", 0] * (mode == "random"))
         return [dataset.load(SampleKey(number, epoch, repetition))[0] for number in range(len(dataset))]
 
     def flips(*address, **seed):
@@ -111,8 +112,7 @@ DAMAGED = {
 def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
     root = write_images(tmp_path, {"train": [1], "val": [1]})
     monkeypatch.setattr("files.RETRY_S", 0.0)
-    sets = data.build_datasets(str(root / "train"), str(root / "val"), arguments(root))
-    for split, dataset, key in zip(["train", "val"], sets, [SampleKey(0, 0, 0), 0], strict=True):
+    for split, dataset, key in zip(["train", "val"], sets_of(root), [SampleKey(0, 0, 0), 0], strict=True):
         DAMAGED[kind](root / split / "class0" / "image000.jpg")
         with pytest.raises(ImageError, match=rf"{split}/class0/image000.jpg \(class class0\): .") as caught:
             dataset[key]
@@ -122,33 +122,26 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, monkeypatch, kind):
 
 def test_a_failure_of_the_system_is_tried_again_with_the_same_draws_and_ends_the_run_in_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr("files.RETRY_S", 0.0)
-    root = write_images(tmp_path, {"train": [3]}) / "train"
     errors = []
 
-    def load(payload, draws):
+    def fail_or(work, *arguments):
         drawn = torch.rand(())
         if errors:
             raise errors.pop()
-        return payload, drawn
+        return work(*arguments), drawn
 
-    dataset = data.IndexedImageFolder(root, SimpleNamespace(load=load))
+    preset = SimpleNamespace(load=lambda payload, _: fail_or(bytes, payload))
+    dataset = data.IndexedImageFolder(write_images(tmp_path, {"train": [3]}) / "train", preset)
     expected = dataset.load(SampleKey(1, 0, 0))
-    torch_error = RuntimeError(
-        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
-    )
-    errors += [MemoryError(), torch_error, OSError(12, "Cannot allocate memory")]
+    words = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    errors += [MemoryError(), RuntimeError(words), OSError(12, "Cannot allocate memory")]
     assert dataset.load(SampleKey(1, 0, 0)) == expected
     errors += [MemoryError()] * 4
     with pytest.raises(ImageError, match=r"image001.jpg .*: out of memory \(tried 4 times\)"):
         dataset.load(SampleKey(1, 0, 0))
-    read, failures = dataset.index.read, [OSError(5, "Input/output error"), FileNotFoundError(2, "No such file")]
-
-    def flaky(number):
-        if failures:
-            raise failures.pop()
-        return read(number)
-
-    dataset.index.read = flaky
+    read = dataset.index.read
+    dataset.index.read = lambda number: fail_or(read, number)[0]
+    errors += [OSError(5, "Input/output error"), FileNotFoundError(2, "No such file")]
     assert dataset.load(SampleKey(1, 0, 0)) == expected
 
 
@@ -173,10 +166,9 @@ def plain_batches(image_folder, folder, *argv):
 
 
 def expected_batches(image_folder, sampler, *argv):
-    args = arguments(image_folder, "--batch-size", "3", "--workers", "0", *argv)
-    sets = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), args)
-    is_training = isinstance(sampler, TrainSampler)
-    loader = data.build_loader(sets[0 if is_training else 1], sampler, args)
+    args = config.parse_args(["--data-path", str(image_folder), "--device", "cpu", "-b", "3", "--workers", "0", *argv])
+    dataset = sets_of(image_folder, *argv)[0 if isinstance(sampler, TrainSampler) else 1]
+    loader = data.build_loader(dataset, sampler, args)
     return list(data.build_device_loader(args, loader, sampler, torch.device("cpu"), 3))
 
 
@@ -186,18 +178,12 @@ def test_a_plain_loader_of_the_sets_and_samplers_yields_our_loaders_shards(image
     run_ranks(plain_batches, 2, image_folder, tmp_path, *argv, log_folder=tmp_path).check()
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
-        shards = VirtualShards(6, 2, rank, 2)
-        sampler = TrainSampler(29, shards, repetitions=3 if "--ra-sampler" in argv else 1)
-        expected = []
+        sampler = TrainSampler(29, VirtualShards(6, 2, rank, 2), repetitions=3 if argv else 1)
         for epoch in range(2):
             sampler.set_epoch(epoch)
-            expected.append(expected_batches(image_folder, sampler, *argv))
+            torch.testing.assert_close(found["train"][epoch], expected_batches(image_folder, sampler, *argv), **EXACTLY)
         evaluated = expected_batches(image_folder, EvalSampler(7, 3, rank, 2), *argv)
-        for ours, theirs in zip([*expected, evaluated], [*found["train"], found["val"]], strict=True):
-            assert len(ours) == len(theirs)
-            for (image, target), (their_image, their_target) in zip(ours, theirs, strict=True):
-                assert torch.equal(image, their_image)
-                assert torch.equal(target, their_target)
+        torch.testing.assert_close(found["val"], evaluated, **EXACTLY)
 
 
 def test_sets_of_options_that_a_parser_made_are_checked_in_one_line(image_folder, tmp_path):
@@ -212,14 +198,6 @@ def test_sets_of_options_that_a_parser_made_are_checked_in_one_line(image_folder
     train_set, val_set, train_sampler, _ = load(tmp_path, *argv)
     assert train_set is train_sampler is None
     assert val_set[0][0].shape == (3, 224, 224)  # the weights' own, as there
-
-
-# A minival that is held out
-
-
-def sets_of(folder, *argv):
-    args = arguments(folder, *argv)
-    return data.build_datasets(*config.split_dirs(args), args)
 
 
 def names_of(source):
@@ -264,22 +242,18 @@ def test_a_part_has_the_images_of_the_whole_under_new_numbers(image_folder):
     whole = open_source(image_folder / "train")
     part = Subset(whole, [20, 3, 11])
     for ours, theirs in enumerate([3, 11, 20]):
-        assert part.name(ours) == whole.name(theirs)
-        assert part.label(ours) == whole.label(theirs)
-        assert part.read(ours) == whole.read(theirs)
-        assert part.path(ours) == whole.path(theirs)
+        for fact in ("name", "label", "read", "path"):
+            assert getattr(part, fact)(ours) == getattr(whole, fact)(theirs)
         assert part.size(ours) == len(whole.read(theirs))
-    assert names_of(Subset(part, [0, 2])) == [whole.name(3), whole.name(20)]
-    assert names_of(without(part, [1])) == [whole.name(3), whole.name(20)]
-    assert len({part.fingerprint(), whole.fingerprint(), Subset(part, [0, 2]).fingerprint()}) == 3
-    assert Subset(part, [0, 2]).fingerprint() == Subset(whole, [3, 20]).fingerprint()
+    smaller = Subset(part, [0, 2])
+    assert names_of(smaller) == names_of(without(part, [1])) == [whole.name(3), whole.name(20)]
+    assert len({part.fingerprint(), whole.fingerprint(), smaller.fingerprint()}) == 3
+    assert smaller.fingerprint() == Subset(whole, [3, 20]).fingerprint()
 
 
-def test_without_val_there_is_a_validation_part(image_folder, tmp_path):
+def test_without_val_there_is_a_validation_part_and_a_preview_counts_the_others(image_folder, tmp_path):
     (tmp_path / "train").symlink_to(image_folder / "train")
     assert list(map(len, sets_of(tmp_path, "--minival", 0.1))) == [26, 3]
     assert sets_of(tmp_path, "--minival", 0.1, "--test-only", "--weights", "DEFAULT")[0] is None
-
-
-def test_a_preview_counts_the_23_images_that_are_trained_on(image_folder):
-    assert "5 steps per epoch" in preview.preview(arguments(image_folder, "--minival", 0.2, "--batch-size", 4))
+    args = config.parse_args(["--data-path", str(tmp_path), "--device", "cpu", "--minival", "0.2", "--batch-size", "4"])
+    assert "5 steps per epoch" in preview.preview(args)  # of 23 images

@@ -22,7 +22,8 @@ from settings.options import BY_NAME
 from tests.exports import refused as refused_tool
 from tests.exports import run_tool
 from tests.images import turn, write_images
-from tests.started import refused, run_train
+from tests.started import PLAIN, refused, run_train
+from tests.tiny import Tiny
 
 TIMMS = "timm/tiny_test"
 # What timm's configuration of it says, and what the user says of a model of their own.
@@ -38,14 +39,6 @@ OPTIONS = (
 FLAGS = ["--val-resize-size", "--val-crop-size", "--interpolation", "--mean", "--std"]
 MACHINE = ["--workers", "0", "--device", "cpu"]
 
-SOURCE = """
-from torch import nn
-
-def odd(num_classes):
-    layers = [nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(8, num_classes))
-"""
-
 
 def settled(module, generator):
     """Give a model weights and statistics by which its scores depend on every pixel."""
@@ -59,19 +52,14 @@ def settled(module, generator):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return a folder with images as phones store them, a state dict of timm's model, and one of a user's own."""
+    """Return a folder with images as phones store them and a bare state dict, and its model: timm's, or one's own."""
     folder = tmp_path_factory.mktemp("made")
     write_images(folder / "images", {"train": [6, 6, 6], "val": [4, 5, 3]}, size=(230, 190))
     for number, path in enumerate(sorted((folder / "images").rglob("*.jpg"))):
         turn(path, number % 8 + 1)
-    (folder / "net.py").write_text(SOURCE)
-    generator, own = torch.Generator().manual_seed(4), {}
-    exec(SOURCE, own)
-    built = {"timm": timm.create_model("tiny_test", num_classes=3), "own": own["odd"](3)}
-    models = {name: settled(model, generator) for name, model in built.items()}
-    for name, model in models.items():
-        torch.save(model.state_dict(), folder / f"{name}.pth")
-    return folder, models
+    model = settled(Tiny(3), torch.Generator().manual_seed(4))
+    torch.save(model.state_dict(), folder / "net.pth")
+    return folder, model
 
 
 def plain(model, folder, values):
@@ -104,10 +92,8 @@ class Compared:
     def __init__(self, tmp_path, folder, model, values):
         self.tmp_path, self.folder, self.values = tmp_path, folder, values
         self.probabilities, self.loss, self.acc1 = plain(model, folder, values)
-        imagenets = {
-            "resize": 256, "crop": 224, "interpolation": "bilinear", "mean": [0.485, 0.456, 0.406],
-            "std": [0.229, 0.224, 0.225],
-        }  # fmt: skip
+        imagenets = {"resize": 256, "crop": 224, "interpolation": "bilinear"}
+        imagenets |= {"mean": config.IMAGENET_MEAN, "std": config.IMAGENET_STD}
         assert abs(plain(model, folder, imagenets)[1] - self.loss) > 0.1  # so that a wrong preparation shows
 
     def check(self, loss, acc1):
@@ -140,44 +126,39 @@ class Compared:
         acc1, loss = re.search(r"Test: Acc@1 ([\d.]+) .*loss ([\d.]+) n=12", said).groups()
         self.check(float(loss), float(acc1))
 
+    def check_all(self, file, *argv, origin):
+        for use in (self.predict, self.evaluate, self.test_only):
+            use(file, *argv, origin=origin)
+
     def export(self, file, *argv):
-        """Export a file, and return the exported files by their endings."""
+        """Export a file, and return the exported files."""
         out = self.tmp_path / "exported"
-        argv = ["--format", "weights", "safetensors", "onnx", "torch-export", "--output", out, *argv]
-        run_tool(self.tmp_path, "export", file, *argv)
+        run_tool(self.tmp_path, "export", file, "--output", out, *argv)
         return [each for each in sorted(out.iterdir()) if each.suffix != ".json"]
 
 
 def test_every_tool_prepares_images_as_timm_configures_the_model(made, tmp_path):
-    folder, models = made
-    compared = Compared(tmp_path, folder, models["timm"], CONFIGURED)
-    given, origin = ["--model", TIMMS], f"as timm configures {TIMMS}"
-    for use in (compared.predict, compared.evaluate, compared.test_only):
-        use(folder / "timm.pth", *given, origin=origin)
-    for file in compared.export(folder / "timm.pth", *given):
+    folder, model = made
+    compared, given = Compared(tmp_path, folder, model, CONFIGURED), ["--model", TIMMS]
+    compared.check_all(folder / "net.pth", *given, origin=f"as timm configures {TIMMS}")
+    for file in compared.export(folder / "net.pth", *given, "--format", "onnx", "safetensors"):
         compared.predict(file, origin="as in the exported file")
     compared.evaluate(file, origin="as in the exported file")
 
 
 def test_a_model_of_ones_own_is_prepared_as_given_and_as_the_file_says_from_then_on(made, tmp_path):
-    folder, models = made
-    compared = Compared(tmp_path, folder, models["own"], CHOSEN)
-    given = ["--model", f"{folder / 'net.py'}:odd"]
-    for use in (compared.predict, compared.evaluate, compared.test_only):
-        use(folder / "own.pth", *given, *OPTIONS, origin="as given")
-    for file in compared.export(folder / "own.pth", *given, *OPTIONS):
-        more = [] if file.suffix in (".onnx", ".pt2") else given
-        compared.predict(file, *more, origin="as in the exported file")
+    folder, model = made
+    compared, given = Compared(tmp_path, folder, model, CHOSEN), ["--model", PLAIN]
+    compared.check_all(folder / "net.pth", *given, *OPTIONS, origin="as given")
+    for file in compared.export(folder / "net.pth", *given, *OPTIONS, "--format", "weights", "torch-export"):
+        compared.predict(file, *given * (file.suffix != ".pt2"), origin="as in the exported file")
     output, known = tmp_path / "checkpoint.pth", in_json(CHOSEN, "")
-    torch.save({"model": models["own"].state_dict(), "args": {"model": f"{folder / 'net.py'}:odd", **known}}, output)
-    for use in (compared.predict, compared.evaluate, compared.test_only):
-        use(output, *given, origin="as in the checkpoint")
+    torch.save({"model": model.state_dict(), "args": {"model": PLAIN, **known}}, output)
+    compared.check_all(output, *given, origin="as in the checkpoint")
     statistics = ["--reestimate-bn", folder / "images", "--output", tmp_path / "again.pth", "--batch-size", "6"]
     run_tool(tmp_path, "average", output, *given, *statistics, "--device", "cpu")
     kept = torch.load(tmp_path / "again.pth", weights_only=True)["args"]
-    assert {name: kept[name] for name in in_json(CHOSEN, "") if name != "origin"} == {
-        name: value for name, value in in_json(CHOSEN, "").items() if name != "origin"
-    }
+    assert {**kept, **known, "origin": None} == {**kept, "origin": None}
     # Of some given options and those of the file, the given ones count.
     _, text = run_tool(tmp_path, "predict", output, folder / "images", *given, "--mean", 0, 0, 0, "--json")
     found = json.loads(text)["preprocessing"]
@@ -185,29 +166,23 @@ def test_a_model_of_ones_own_is_prepared_as_given_and_as_the_file_says_from_then
     assert "as given (--mean)" in found["origin"]
 
 
-@pytest.mark.parametrize(("tool", "argv"), [
-    ("predict", ["images"]), ("evaluate", ["--set", "val=images/val"]),
-    ("export", ["--format", "weights", "--output", "x"]),
+@pytest.mark.parametrize(("tool", "argv", "given"), [
+    ("predict", ["images"], []), ("evaluate", ["--set", "val=images/val"], OPTIONS[:-4]),
+    ("export", ["--format", "weights", "--output", "x"], OPTIONS[:-4]),
 ])  # fmt: skip
-def test_nothing_is_assumed_of_a_model_that_nothing_is_published_about(tool, argv, made, tmp_path, monkeypatch):
+def test_nothing_is_assumed_of_a_model_that_nothing_is_published_about(tool, argv, given, made, tmp_path):
     folder, _ = made
-    monkeypatch.chdir(folder)
-    argv = ["own.pth", "--model", "net.py:odd", *argv]
-    outcome, _ = run_tool(tmp_path, tool, *argv, code=2)
-    assert all(flag in refused_tool(outcome, tool) for flag in FLAGS)
-    outcome, _ = run_tool(tmp_path, tool, *argv, *OPTIONS[:-4], code=2)
-    line = refused_tool(outcome, tool)
-    assert [flag for flag in FLAGS if flag in line] == ["--std"]
-    assert not (folder / "x").exists()
+    argv = [word.replace("images", f"{folder}/images") for word in argv]
+    outcome, _ = run_tool(tmp_path, tool, folder / "net.pth", "--model", PLAIN, *argv, *given, code=2)
+    assert [flag for flag in FLAGS if flag in refused_tool(outcome, tool)] == (["--std"] if given else FLAGS)
 
 
 def test_a_dry_run_refuses_weights_of_another_model(made, tmp_path):
     folder, _ = made
-    argv = ["--data-path", folder / "images", "--batch-size", 4, *MACHINE, "--dry-run", "--model", TIMMS]
-    run_train(tmp_path, *argv, "--weights", folder / "timm.pth").check()
-    refused(
-        run_train(tmp_path, *argv, "--weights", folder / "own.pth"), "own.pth belongs to another model", "docs/runs.md"
-    )
+    argv = ["--data-path", folder / "images", "--batch-size", 4, *MACHINE, "--dry-run", "--model", TIMMS, "--weights"]
+    run_train(tmp_path, *argv, folder / "net.pth").check()
+    torch.save({"other.weight": torch.ones(3, 8)}, tmp_path / "own.pth")
+    refused(run_train(tmp_path, *argv, tmp_path / "own.pth"), "own.pth belongs to another model", "docs/runs.md")
 
 
 def test_a_file_that_torchvision_publishes_is_prepared_as_published(tmp_path):
@@ -238,15 +213,16 @@ def test_timms_weights_are_prepared_as_their_tag_says():
 
 def test_weights_that_fit_and_mean_something_else_are_refused(made, tmp_path):
     """Of the same names and shapes: in 8 bits, of a model with other padding, or with another activation."""
-    folder, models = made
+    folder, model = made
     argv = ["--test-only", "--data-path", folder / "images", *MACHINE, "--model", TIMMS, "--weights"]
-    state = models["timm"].state_dict()
-    torch.save({name: tensor.to(torch.int8) for name, tensor in state.items()}, tmp_path / "int8.pth")
-    refused(run_train(tmp_path, *argv, tmp_path / "int8.pth"), "is quantized", "torch.int8")
-    torch.save({"model": state, "args": {"model": "timm/test_resnet"}}, tmp_path / "other.pth")
-    refused(run_train(tmp_path, *argv, tmp_path / "other.pth"), "--model timm/test_resnet")
-    torch.save({"model": state, "args": {"model": TIMMS, "model_kwargs": ["depth=2"]}}, tmp_path / "deep.pth")
-    refused(run_train(tmp_path, *argv, tmp_path / "deep.pth"), "blocks.1.")  # built as the file says
+    state = model.state_dict()
+    for content, words in [
+        ({name: tensor.to(torch.int8) for name, tensor in state.items()}, ["is quantized", "torch.int8"]),
+        ({"model": state, "args": {"model": "timm/test_resnet"}}, ["--model timm/test_resnet"]),
+        ({"model": state, "args": {"model": TIMMS, "model_kwargs": ["depth=2"]}}, ["blocks.1."]),  # built as it says
+    ]:
+        torch.save(content, tmp_path / "other.pth")
+        refused(run_train(tmp_path, *argv, tmp_path / "other.pth"), *words)
     for name, mean in (("a", 0.5), ("b", 0.4)):
         sizes = {**in_json(CONFIGURED, ""), "mean": [mean] * 3}
         torch.save({"model": state, "args": {"model": TIMMS, **sizes}}, tmp_path / f"{name}.pth")
@@ -259,19 +235,17 @@ def test_what_a_file_says_and_cannot_be_used_is_refused_and_timms_crop_mode_is_f
     for name, value in [("interpolation", "cubic"), ("val_crop_size", "224"), ("mean", 0.5), ("std", [1, 1])]:
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} "):
             choose_preprocessing(args, "x.pth", {name: value})
-    weights = Weights()
-    weights.script, weights.kind, weights.file = "timm", "the raw weights", "x.pth"
-    weights.options = {"model": "timm/resnet18", "crop_mode": "squash"}
-    add_published_options(weights, "timm/resnet18")
-    assert weights.options["crop_mode"] == "squash"
-    weights.options = {"model": "timm/resnet18", "crop_mode": "other"}
-    add_published_options(weights, "timm/resnet18")
+    for mode in ("squash", "other"):
+        weights = Weights()
+        weights.script, weights.kind, weights.file = "timm", "the raw weights", "x.pth"
+        weights.options = {"model": "timm/resnet18", "crop_mode": mode}
+        add_published_options(weights, "timm/resnet18")
+        assert weights.options["crop_mode"] == mode
     with pytest.raises(UserError, match="holds --crop-mode other, which cannot be used; give --crop-mode"):
         choose_preprocessing(args, "x.pth", weights.options)
 
 
 VIT = "timm/test_vit"  # timm's config says 0.5 for both, and 160 pixels
-SMALL = ["--train-crop-size", "32", "--val-crop-size", "32", "--val-resize-size", "32", "--device", "cpu"]
 
 
 def taken(*argv):
