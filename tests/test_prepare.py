@@ -52,15 +52,16 @@ def parquet(tmp_path_factory):
 
 @pytest.mark.parametrize("source", ["official", "kaggle", "parquet"])
 def test_every_source_becomes_the_same_folders(source, tmp_path, request):
-    folder = request.getfixturevalue(source)
+    folder, out = request.getfixturevalue(source), tmp_path / "of mine"
     before = content(folder)
-    out = tmp_path / "of mine"
     done = run(tmp_path, folder, out, "--skip-md5").check()
     assert content(out) == archives.tree()
     assert content(folder) == before
     assert f"train: {sum(name.startswith('train') for name in archives.tree())} images of 6 classes" in done.output
     assert f"{out / 'val'}: 12 images of 6 classes" in done.output
     assert f"scripts.pack --data-path '{out}' '{out}-256' --short-side 256" in done.output
+    for path in folder.rglob("*.JPEG"):  # of Kaggle: files on the same disk take no space
+        assert next(out.rglob(path.name)).samefile(path)
 
 
 def test_the_official_archives_become_what_torchvision_makes_of_them(official, tmp_path, monkeypatch):
@@ -78,24 +79,25 @@ def test_the_official_archives_become_what_torchvision_makes_of_them(official, t
         assert content(tmp_path / "ours" / split) == content(theirs / split)
 
 
-@pytest.mark.parametrize(
-    ("source", "fault"),
-    [
-        ("kaggle", ("scripts.prepare.os.replace", 9, "before")),  # a file is whole, and has no name yet
-        ("parquet", ("scripts.prepare.os.replace", 9, "after")),
-    ],
-)
-def test_killed_and_run_again_it_gives_the_same_folders(source, tmp_path, request, fault):
+@pytest.mark.parametrize("source", ["kaggle", "parquet"])
+def test_killed_and_run_again_it_gives_the_same_folders_and_another_source_is_refused(
+    source, official, tmp_path, request
+):
     """In test_power_cut.py the official archives, at any moment."""
     out = tmp_path / "out"
     command = [request.getfixturevalue(source), out, "--skip-md5"]
+    # Before: a file is whole, and has no name yet.
+    fault = ("scripts.prepare.os.replace", 9, "before" if source == "kaggle" else "after")
     killed = run(tmp_path, *command, fault=fault)
     assert killed.codes == [-signal.SIGKILL], killed.output
     assert_nothing_is_half_written(out)
-    there = {path.name: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")}
+    there = {path: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")}
+    assert str(out / "train.partial") in error_line(run(tmp_path, official, out, "--skip-md5"))
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")} == there
     run(tmp_path, *command).check()
     assert content(out) == archives.tree()
-    assert there.items() <= {path.name: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")}.items()
+    kept = {path.name: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")}
+    assert all(kept[path.name] == time for path, time in there.items())
 
 
 def assert_nothing_is_half_written(out):
@@ -117,21 +119,11 @@ def test_a_finished_split_is_left_as_it_is(official, tmp_path):
     (out / "val" / "mark").touch()
     done = run(tmp_path, out, out, "--skip-md5").check()
     assert f"{out / 'val'} is there already" in done.output
-    (out / "val" / "mark").unlink()
-    assert content(out) == {**archives.tree(), **archived}
-
-
-def test_another_source_does_not_continue_a_half(official, kaggle, tmp_path):
-    command = [tmp_path / "out", "--skip-md5"]
-    run(tmp_path, official, *command, fault=("scripts.prepare.os.replace", 9, "after"))
-    assert str(tmp_path / "out" / "train.partial") in error_line(run(tmp_path, kaggle, *command))
-    shutil.rmtree(tmp_path / "out" / "train.partial")
-    run(tmp_path, kaggle, *command).check()
-    assert content(tmp_path / "out") == archives.tree()
+    assert content(out) == {**archives.tree(), **archived, "val/mark": b""}
 
 
 def test_what_is_in_the_way_is_named_and_kept(kaggle, tmp_path):
-    """An OUT among the images, a file in place of a folder, and a pipe in place of an image."""
+    """An OUT among the images, a file in place of a folder, a link in a half, and a pipe in place of an image."""
     source = shutil.copytree(kaggle / "ILSVRC/Data/CLS-LOC/train", tmp_path / "source" / "train").parent
     before = content(source)
     (tmp_path / "link").symlink_to(source / "train")
@@ -144,25 +136,15 @@ def test_what_is_in_the_way_is_named_and_kept(kaggle, tmp_path):
         (tmp_path / f"out of {name}" / name).write_text("kept")
         assert f"{name}" in error_line(run(tmp_path, source, tmp_path / f"out of {name}"))
         assert (tmp_path / f"out of {name}" / name).read_text() == "kept"
+    half = tmp_path / "half" / "train.partial" / "train"
+    half.mkdir(parents=True)
+    (half / "n00000001").symlink_to(tmp_path / "source")
+    assert f"{half / 'n00000001'} is a link" in error_line(run(tmp_path, kaggle, tmp_path / "half"))
+    assert content(source) == before
     odd = next((source / "train").iterdir()) / "odd.JPEG"
     os.mkfifo(odd)
     assert f" {odd} " in error_line(run(tmp_path, source, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-def test_no_link_in_a_half_leads_out_of_it(kaggle, tmp_path):
-    half, elsewhere = tmp_path / "out" / "train.partial" / "train", tmp_path / "elsewhere"
-    half.mkdir(parents=True)
-    (elsewhere / "mine").mkdir(parents=True)
-    (half / "n00000001").symlink_to(elsewhere)
-    assert f"{half / 'n00000001'} is a link" in error_line(run(tmp_path, kaggle, tmp_path / "out"))
-    assert os.listdir(elsewhere) == ["mine"]
-
-
-def test_files_on_the_same_disk_take_no_space(kaggle, tmp_path):
-    run(tmp_path, kaggle, tmp_path / "linked").check()
-    for path in (kaggle / "ILSVRC").rglob("*.JPEG"):
-        assert next((tmp_path / "linked").rglob(path.name)).samefile(path)
 
 
 @pytest.mark.parametrize("truth", ["devkit", "table"])
@@ -254,15 +236,15 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half(official, tmp_path):
 
 def test_odd_parquet_is_refused_in_one_line(tmp_path, parquet):
     pyarrow = pytest.importorskip("pyarrow")
-    other, truncated = (tmp_path / name / "train-00000-of-00001.parquet" for name in ("other", "truncated"))
-    other.parent.mkdir()
-    pyarrow.parquet.write_table(pyarrow.table({"img": [b"a"], "fine_label": [1]}), other)
-    payload = (parquet / "train-00000-of-00002.parquet").read_bytes()
-    truncated.parent.mkdir()
-    truncated.write_bytes(payload[: len(payload) // 2])
+    name, payload = "train-00000-of-00001.parquet", (parquet / "train-00000-of-00002.parquet").read_bytes()
+    for folder in ("other", "truncated"):
+        (tmp_path / folder).mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"img": [b"a"], "fine_label": [1]}), tmp_path / "other" / name)
+    (tmp_path / "truncated" / name).write_bytes(halved(payload))
     nameless = archives.write_parquet(tmp_path / "data", has_paths=False)
     for source, words in [
-        (other, "column `image`"), (truncated, "is truncated"), (nameless, "names its synset"),
+        (tmp_path / "other" / name, "column `image`"), (tmp_path / "truncated" / name, "is truncated"),
+        (nameless, "names its synset"),
         (parquet / "train-00000-of-00002.parquet", "train-00001-of-00002.parquet is missing"),
     ]:  # fmt: skip
         assert words in error_line(run(tmp_path, source, tmp_path / "out"))
