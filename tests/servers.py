@@ -64,6 +64,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             self.wfile.writelines(bytes(1 << 20) for _ in range(1 << 11))
             return
+        if fault in ("H", "HTTP/1.1 100 Continue\r\n\r\n"):  # headers that do not end
+            for _ in range(2000):
+                self.wfile.write(fault.encode())
+                time.sleep(0.01)
         if fault in ("silent", "slow"):
             time.sleep(0.6 if fault == "silent" else 0.02)
             self.close_connection = fault == "silent"

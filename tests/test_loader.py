@@ -25,8 +25,11 @@ from tests.started import SMALL, refused, run_train
 class Numbers(Dataset):
     """Images whose every pixel is their number."""
 
+    def __init__(self, side):
+        self.side = side
+
     def load(self, key):
-        return torch.full((3, 4, 6), key, dtype=torch.uint8), key
+        return torch.full((3, self.side, self.side), key, dtype=torch.uint8), key
 
 
 def test_more_workers_than_any_use_are_refused():
@@ -36,10 +39,11 @@ def test_more_workers_than_any_use_are_refused():
         check_workers(250 * cores)
 
 
-def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does():
+def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does(monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
     before = set(multiprocessing.active_children())
     torch.set_num_threads(2)  # so that torch starts a thread in the process before we prepare it
-    loader = BatchLoader(Numbers(), EvalSampler(58, 3), num_workers=1, batch_bytes=3 * 3 * 4 * 6)
+    loader = BatchLoader(Numbers(4), EvalSampler(58, 3), num_workers=1, batch_bytes=3 * 3 * 4 * 4)
     batches = iter(loader)
     torch.set_num_threads(1)
     next(batches)
@@ -48,7 +52,7 @@ def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does
         subprocess.run(["kill", "-TERM", str(process.pid)], check=True)  # as a launcher does to all
     assert sum(1 for _ in batches) == 19
     assert process.is_alive()
-    # Of a loader that is collected as a part of a cycle torch says so by SIGTERM alone, five seconds later.
+    # Of a loader that is collected as a part of a cycle torch says so by SIGTERM alone, that interval later.
     cycle = [loader, batches]
     cycle.append(cycle)
     del loader, batches, cycle
@@ -57,24 +61,16 @@ def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does
     assert process.exitcode == 0
 
 
-class Large(Dataset):
-    """Images of 12 MiB, whose every pixel is their number."""
-
-    def load(self, key):
-        return torch.full((3, 2048, 2048), key, dtype=torch.uint8), key
-
-
 def load_with_shared_memory_of(size, stdout):
-    """Load in a process whose /dev/shm is that small."""
+    """Load images of 12 MiB in a process whose /dev/shm is that small."""
     assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", "/dev/shm"], check=True)
-    loader = BatchLoader(Large(), EvalSampler(7, 3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
+    loader = BatchLoader(Numbers(2048), EvalSampler(7, 3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
     loader.start()
-    with open(stdout, "w") as file:
-        for image, label in loader:
-            assert torch.equal(image.amax((1, 2, 3)), label.to(torch.uint8))
-            print(label.tolist(), file=file)
+    for image, label in loader:
+        assert torch.equal(image.amax((1, 2, 3)), label.to(torch.uint8))
+        stdout.write_text(stdout.read_text() + f"{label.tolist()}\n")
 
 
 HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(
@@ -84,10 +80,11 @@ HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, for a /dev/shm of its own")
 def test_batches_take_no_room_in_dev_shm(tmp_path):
-    size = "1m"  # less than a batch
-    done = run_ranks(load_with_shared_memory_of, 1, size, tmp_path / "stdout", log_folder=tmp_path)
+    size, stdout = "1m", tmp_path / "stdout"  # less than a batch
+    stdout.touch()
+    done = run_ranks(load_with_shared_memory_of, 1, size, stdout, log_folder=tmp_path)
     assert (done.codes, done.output) == ([0], "")
-    assert (tmp_path / "stdout").read_text() == "[0, 1, 2]\n[3, 4, 5]\n[6]\n"
+    assert stdout.read_text() == "[0, 1, 2]\n[3, 4, 5]\n[6]\n"
 
 
 def train_once(images, folder, *argv, **how):

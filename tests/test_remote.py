@@ -9,10 +9,8 @@ import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from contextlib import suppress
@@ -137,13 +135,13 @@ def test_expected_images_are_fetched_once_and_errors_come_with_the_image(server,
     assert ours.read(3) == local_bytes(packed)[3]
 
 
-def test_a_server_that_dribbles_or_asks_for_a_long_wait_is_no_hang(server, packed, tmp_path, monkeypatch):
+def test_a_server_that_dribbles_or_asks_for_a_long_wait_is_no_hang(server, packed, tmp_path):
     ours = open_pack(server, tmp_path, cache_gib=0, timeout_s=0.5)
     server.faults, server.retry_after = ["503"], "61"
     assert ours.read(3) == local_bytes(packed)[3]  # a last try when the time is over
-    server.always = "dribble"
-    with pytest.raises(ImageError, match=r"only \d+ bytes received in"):
-        ours.read(3)
+    for server.always in ("dribble", "H", "HTTP/1.1 100 Continue\r\n\r\n"):
+        with pytest.raises(ImageError, match=r"only [\d,]+ bytes received in"):
+            ours.read(3)
 
 
 def test_a_cache_that_has_no_room_or_cannot_be_read_is_passed_over(server, packed, tmp_path, monkeypatch, capsys):
@@ -464,23 +462,3 @@ def test_a_bucket_of_seaweedfs_gives_the_same_bits_and_no_file_holds_the_key(
         wrong = {"AWS_SECRET_ACCESS_KEY": "planted-wrong"}
         said = run("train", *argv, "--overwrite", "--data-path", "s3://photos/in", code=2, **wrong)
         assert "the credentials do not allow it" in said
-
-
-@pytest.mark.parametrize("line", [b"HTTP/1.1 100 Continue\r\n\r\n", b"H"])
-def test_headers_that_do_not_end_are_no_hang(tmp_path, line):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def dribble():
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                    for _ in range(2000):
-                        connection.sendall(line)
-                        time.sleep(0.01)
-                except OSError:  # closed
-                    if listener.fileno() < 0:
-                        return
-
-        threading.Thread(target=dribble, daemon=True).start()
-        with pytest.raises(UserError, match=r"only [\d,]+ bytes received in"):
-            remote.RemotePack(f"http://127.0.0.1:{listener.getsockname()[1]}", "train", str(tmp_path), timeout_s=0.5)

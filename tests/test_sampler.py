@@ -18,12 +18,12 @@ def batches_of(sampler):
     return [[(int(key), key.epoch, key.repetition) for key in batch] for batch in batches]
 
 
-def on_all_ranks(build, num_shards, world_size, *, epoch=0, start_step=0, global_batch_size=8):
+def on_all_ranks(build, num_shards, world_size, *, epoch=0, global_batch_size=8):
     """Return {(step of the run, shard): its keys} of an epoch, put together from all ranks."""
     batches = {}
     for rank in range(world_size):
         sampler = build(VirtualShards(global_batch_size, num_shards, rank, world_size))
-        sampler.set_epoch(epoch, start_step)
+        sampler.set_epoch(epoch)
         own = dict(zip(sampler.addresses(), batches_of(sampler), strict=True))
         assert len(sampler) == sum(map(len, own.values()))
         assert not own.keys() & batches.keys()
@@ -31,59 +31,34 @@ def on_all_ranks(build, num_shards, world_size, *, epoch=0, start_step=0, global
     return batches
 
 
-def train_sampler(num_images, seed=0):
-    return lambda shards: TrainSampler(num_images, shards, seed)
-
-
-def images(batches):
-    return [image for address in sorted(batches) for image, _, _ in batches[address]]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 3), (5, 1)])
-def test_each_step_has_the_images_of_torchs_distributed_sampler(world_size, seed, epoch):
-    num_images, batch_size = 53, 4
-    steps = num_images // (batch_size * world_size)
-    batches = on_all_ranks(
-        train_sampler(num_images, seed), world_size, world_size, epoch=epoch, global_batch_size=batch_size * world_size
-    )
-    assert len(batches) == steps * world_size
-    for rank in range(world_size):
-        oracle = DistributedSampler(range(num_images), world_size, rank, seed=seed)
-        oracle.set_epoch(epoch)
-        order = list(oracle)
-        for step in range(steps):
-            keys = batches[epoch * steps + step, rank]
-            expected = order[step * batch_size : (step + 1) * batch_size]
-            assert keys == [(index, epoch, 0) for index in expected]
-
-
 def repeated_oracle(num_images, num_shards, global_batch_size, seed, epoch, repetitions):
-    """{(step, shard): [(image, repetition)]}, by lists: repeat, cut to the set's length, deal out."""
-    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
-    repeated = [(image, repetition) for image in order for repetition in range(repetitions)][:num_images]
-    steps = num_images // global_batch_size
-    dealt = [repeated[shard::num_shards] for shard in range(num_shards)]
-    size = global_batch_size // num_shards
-    return {
-        (epoch * steps + step, shard): dealt[shard][step * size : (step + 1) * size]
-        for step in range(steps)
-        for shard in range(num_shards)
-    }
+    """{(step, shard): [(image, repetition)]}, by torch's sampler: shuffle, repeat, cut to the images' number, deal."""
+    shuffled = DistributedSampler(range(num_images), 1, 0, seed=seed)
+    shuffled.set_epoch(epoch)
+    repeated = [(image, repetition) for image in shuffled for repetition in range(repetitions)][:num_images]
+    steps, size = num_images // global_batch_size, global_batch_size // num_shards
+    found = {}
+    for shard in range(num_shards):
+        dealt = [repeated[place] for place in DistributedSampler(repeated, num_shards, shard, shuffle=False)]
+        found |= {(epoch * steps + step, shard): dealt[step * size : (step + 1) * size] for step in range(steps)}
+    return found
 
 
 @pytest.mark.parametrize("repetitions", [1, 2, 3, 4])
 @pytest.mark.parametrize(("num_shards", "world_size"), [(1, 1), (2, 2), (4, 2), (4, 1), (8, 8)])
-def test_repeated_augmentation_repeats_cuts_and_deals(repetitions, num_shards, world_size):
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2)])
+def test_each_step_has_the_images_of_torchs_distributed_sampler_repeated(
+    repetitions, num_shards, world_size, seed, epoch
+):
     batches = on_all_ranks(
-        lambda shards: TrainSampler(61, shards, 3, repetitions=repetitions), num_shards, world_size, epoch=2
+        lambda shards: TrainSampler(61, shards, seed, repetitions=repetitions), num_shards, world_size, epoch=epoch
     )
-    expected = repeated_oracle(61, num_shards, 8, 3, 2, repetitions)
+    expected = repeated_oracle(61, num_shards, 8, seed, epoch, repetitions)
     found = {address: [(image, repetition) for image, _, repetition in keys] for address, keys in batches.items()}
     if num_shards < repetitions:  # the same images in the same shards, in an order of their own
         found, expected = ({address: sorted(pairs) for address, pairs in each.items()} for each in (found, expected))
     assert found == expected
-    assert {epoch for keys in batches.values() for _, epoch, _ in keys} == {2}
+    assert {found_epoch for keys in batches.values() for _, found_epoch, _ in keys} == {epoch}
 
 
 def num_mixed_with_themselves(images):
