@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import sys
 
 import numpy
 import pytest
@@ -13,8 +12,6 @@ from PIL import Image, ImageOps
 from torchvision.transforms import functional
 
 import data
-from errors import BadImageError, UserError
-from loading import decode
 from loading.decode import Decoding, ImageFile, decode_plainly, load_image, read_orientation
 from loading.forms import open_source
 from presets import ClassificationPresetEval, ClassificationPresetTrain
@@ -102,14 +99,6 @@ def test_crop_modes_have_timms_pixels(mode, size):
             preset = ClassificationPresetEval(crop_size=crop, resize_size=resize, crop_mode=mode, backend=backend)
             difference = (preset.load(payload).int() - expected.int()).abs()
             assert difference.max() <= allowed, (backend, resize, crop)
-
-
-@pytest.mark.parametrize("in_chans", [1, 4])
-def test_a_border_has_the_mean_colour_in_every_channel(in_chans):
-    mean = [0.25, 0.5, 0.75, 1.0][:in_chans]
-    options = {"mean": mean, "std": [1.0] * in_chans, "in_chans": in_chans, "crop_mode": "border"}
-    found = ClassificationPresetEval(crop_size=32, resize_size=32, **options).load(encoded(picture(100, 50), "PNG"))
-    assert found[:, 0, 0].tolist() == [round(255 * value) for value in mean]
 
 
 @pytest.mark.parametrize("backend", [None, "pil"])
