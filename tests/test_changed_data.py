@@ -7,33 +7,31 @@ import shutil
 import pytest
 
 from checkpointing.archive import load_checkpoint
-from tests.endings import differing, flatten
 from tests.images import FILES, run_pack, write_images
 from tests.ranks import run_ranks, tool_rank
 from tests.started import SMALL, refused, run_train
+from tests.test_resume import check_same_weights
 
 
 class Run:
     """A run of one epoch of three steps, in which every image is read, and how to go on from it."""
 
     def __init__(self, images, out):
-        self.images, self.out = images, out
+        self.images, self.out, self.checkpoint = images, out, out / "checkpoint.pth"
+
+    def train(self, *argv, **options):
+        argv = ["--data-path", self.images, *SMALL, "--batch-size", 4, *argv]
+        return run_train(self.out.parent, *argv, **options)
 
     def start(self, *argv, **options):
-        argv = ["--data-path", self.images, "--output-dir", self.out, *SMALL, "--batch-size", 4, *argv]
-        argv += ["--global-batch-size", 8, "--use-deterministic-algorithms"]
-        return run_train(self.out.parent, *argv, **options)
+        argv = ["--output-dir", self.out, *argv, "--global-batch-size", 8, "--use-deterministic-algorithms"]
+        return self.train(*argv, **options)
 
     def go_on(self, *argv, **options):
         return self.start("--resume", "auto", "--epochs", 2, *argv, **options)
 
     def evaluate(self, *argv):
-        argv = ["--test-only", "--data-path", self.images, *SMALL, "--batch-size", 4, *argv]
-        return run_train(self.out.parent, *argv)
-
-    @property
-    def checkpoint(self):
-        return self.out / "checkpoint.pth"
+        return self.train("--test-only", *argv)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +76,8 @@ def test_class_names_are_kept_and_compared(run):
     assert load_checkpoint(run.checkpoint, "it")["data"]["classes"] == names
     for split in ("train", "val"):  # every class has another's label then
         (run.images / split / "class0").rename(run.images / split / "zebra")
-    words = [
-        "3 of 3 classes have different names: class 0 is class0 in the checkpoint, class1 now",
-        "--allow-change data",
-    ]
+    words = ["3 of 3 classes have different names: class 0 is class0 in the checkpoint, class1 now"]
+    words += ["--allow-change data"]
     refused(run.go_on(), "cannot resume (--resume auto): ", *words)
     for source in ("--resume", "--weights"):
         refused(run.evaluate(source, run.checkpoint), f"{source} {run.checkpoint}", *words)
@@ -130,54 +126,46 @@ def test_images_of_a_lossy_pack_are_others(begun, tmp_path):
 def test_the_same_classes_in_another_order_are_refused_or_ordered_by_classes_txt(tmp_path):
     """Class folders sort 10 before 2, numbers in a list do not; the oracle is the run that keeps its folders."""
     images = write_images(tmp_path / "images", {"train": [2] * 12, "val": [1] * 12})
-    for split in ("train", "val"):
-        for number in range(12):
-            (images / split / f"class{number}").rename(images / split / str(number))
-    runs = [Run(images, tmp_path / name) for name in ("folders", "lists")]
-    for run in runs:
-        run.start("--epochs", 1).check()
-    runs[0].go_on().check()
+    for folder in sorted(images.glob("*/*")):
+        folder.rename(folder.with_name(folder.name.removeprefix("class")))
+    folders, lists = (Run(images, tmp_path / name) for name in ("folders", "lists"))
+    folders.start("--epochs", 1).check()
+    shutil.copytree(folders.out, lists.out, symlinks=True)
+    folders.go_on().check()
     for split in ("train", "val"):
         rows = [f"{path.relative_to(images)},{path.parent.name}" for path in sorted((images / split).glob("*/*"))]
         (images / f"{split}.csv").write_text("\n".join(["path,label", *rows]))
     words = ["the same classes are in another order", "class 2 is 10 in the checkpoint, 2 now", "classes.txt"]
-    for allowed in ([], ["--allow-change", "data"]):
-        refused(runs[1].go_on(*allowed), *words)
-        for source in ("--resume", "--weights"):
-            refused(runs[1].evaluate(source, runs[1].checkpoint, *allowed), f"{source} {runs[1].checkpoint}", *words)
-    refused(runs[1].start("--weights", runs[1].checkpoint, "--overwrite"), *words)
+    for source, *allowed in (["--resume"], ["--weights", "--allow-change", "data"]):
+        refused(lists.go_on(*allowed), *words)
+        refused(lists.evaluate(source, lists.checkpoint, *allowed), f"{source} {lists.checkpoint}", *words)
+    refused(lists.start("--weights", lists.checkpoint, "--overwrite"), *words)
     (images / "classes.txt").write_text("\n".join(sorted(map(str, range(12)))))
-    runs[1].go_on().check()
-    folders, lists = (flatten(load_checkpoint(run.checkpoint, "it")["model"]) for run in runs)
-    assert differing(folders, lists) == []
+    lists.go_on().check()
+    check_same_weights(lists.out, folders.out, "model")
 
 
 def test_a_line_of_hashes_tells_two_machines_apart(run, tmp_path):
     """Hashes of data, options and first weights: each changes with its own kind of difference alone."""
-    kept = shutil.copytree(run.images, tmp_path / "copy")
+    same, other = (Run(images, tmp_path / "new") for images in (run.images, tmp_path / "other"))
+    shutil.copytree(run.images, other.images)
+    (other.images / "val" / "class0" / "image000.jpg").write_bytes(FILES["PNG"])
 
-    def hashes(*argv, images=kept, **options):
-        argv = ["--epochs", 1, "--output-dir", tmp_path / "new", "--overwrite", *argv]
-        (line,) = lines_of(Run(images, run.out).start(*argv, **options).check(), "hashes: ")
+    def hashes(*argv, run=same, **options):
+        (line,) = lines_of(run.start("--epochs", 1, "--overwrite", *argv, **options).check(), "hashes: ")
         found = re.fullmatch(r"hashes: data (\w{8}), options (\w{8}), first weights (\w{8})", line).groups()
-        assert tuple(json.loads((tmp_path / "new" / "run.json").read_bytes())["hashes"].values()) == found
+        assert tuple(json.loads((run.out / "run.json").read_bytes())["hashes"].values()) == found
         return found
 
-    first = hashes()
-    assert tuple(json.loads((run.out / "run.json").read_bytes())["hashes"].values()) == first
-    for same in (
-        hashes("--workers", 1, "--print-freq", 1, world_size=2),
-        hashes("--resume", run.checkpoint),
-    ):
-        assert same == first
-    shutil.copytree(run.images, tmp_path / "other")
-    (tmp_path / "other" / "val" / "class0" / "image000.jpg").write_bytes(FILES["PNG"])
-    for changed, other in {
-        (False, True, False): hashes("--lr", 0.3),
-        (False, True, True): hashes("--seed", 1),
-        (False, False, True): hashes("--weights", run.checkpoint),
-        (True, False, False): hashes(images=tmp_path / "other"),
-    }.items():
-        assert tuple(a != b for a, b in zip(first, other, strict=True)) == changed
+    first = tuple(json.loads((run.out / "run.json").read_bytes())["hashes"].values())
+    for changed, found in [
+        ((False, False, False), hashes("--workers", 1, "--print-freq", 1, world_size=2)),
+        ((False, False, False), hashes("--resume", run.checkpoint)),
+        ((False, True, False), hashes("--lr", 0.3)),
+        ((False, True, True), hashes("--seed", 1)),
+        ((False, False, True), hashes("--weights", run.checkpoint)),
+        ((True, False, False), hashes(run=other)),
+    ]:
+        assert tuple(a != b for a, b in zip(first, found, strict=True)) == changed
     lines = [lines_of(run.evaluate("--weights", run.checkpoint).check(), "hashes: ") for _ in range(2)]
     assert lines[0] == lines[1]

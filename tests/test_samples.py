@@ -46,10 +46,8 @@ def write_both(folder: Path, labels: list, kind: str, shards: list[str], prefix=
     ([2, 0, 1], ".json", [f"imagenet1k-train-{number:04d}.tar" for number in range(2)], "./"),
     (["bee", "ant", "cat"], ".json", ["train.tar"], "train/"),
     (["bee", "ant", "cat"], "both", [f"train/train-{number}.tar" for number in range(11)], ""),
-    ([2, 0, 1], ".json", ["train-000000.tar"], "data/"),
     (["bee", "ant", "cat"], ".json", [f"train-{number:06d}.tar" for number in range(2)], "train/{:05d}/in/"),
     ([2, 0, 1], ".cls", ["train.tar"], "v1.2/IMG_22.05."),
-    (["bee", "ant", "cat"], ".json", ["train.tar"], "IMG_22.05."),
 ])  # fmt: skip
 def test_shards_with_labels_are_the_class_folders_of_their_images(tmp_path, monkeypatch, labels, kind, shards, prefix):
     monkeypatch.setattr(index, "RACY_NS", 0)
@@ -57,11 +55,11 @@ def test_shards_with_labels_are_the_class_folders_of_their_images(tmp_path, monk
     theirs = datasets.ImageFolder(tmp_path / "plain")
     for _ in range(2):  # by a scan, and from the cache
         found = open_source(tmp_path / "train")
-        numbers = range(len(found))
         assert found.classes == theirs.classes
-        samples = [(str(tmp_path / "plain" / found.name(number)), found.label(number)) for number in numbers]
+        samples = [(str(tmp_path / "plain" / found.name(number)), found.label(number)) for number in range(len(found))]
         assert samples == theirs.samples
-        assert [found.read(number).decode() for number in numbers] == [Path(path).read_text() for path, _ in samples]
+        contents = [Path(path).read_bytes() for path, _ in samples]
+        assert [found.read(number) for number in range(len(found))] == contents
         assert found.fingerprint() == open_source(tmp_path / "plain").fingerprint()
     assert index.cache_path(tmp_path / "train").is_file()
 
@@ -88,17 +86,13 @@ BAD = {
     "a key in two folders": ({**GOOD, "val/1.jpg": ""}, "2 images with this key"),
     "a fact of an image without a label": ({**GOOD, "2.jpg": "", "2.fine.cls": "1"}, "holds '2.jpg' without a label"),
     "an image that is not there": ({"a/1.jpg": "", "a/2.cls": "0"}, "'a/2.cls': there are 1 such .* 0 images"),
-    "labels in some folders": ({"a/1.jpg": "", "a/1.json": '{"label": 0}', "b/1.jpg": "", "b/1.json": "{}"},
-                               "holds 'b/1.jpg' without a label"),
     "JSON without a label": ({"1.jpg": "", "1.json": '{"class": 1}'}, "'1.json': expected a JSON object with label"),
     "deep JSON": ({"1.jpg": "", "1.json": "[" * 100_000}, "expected a JSON object with label"),
     "a list": ({"1.jpg": "", "1.json": '{"label": [1, 2]}'}, r"label is \[1, 2\]; expected one name or number"),
-    "an empty label": ({"1.jpg": "", "1.cls": "\n"}, "label is '.n'; expected one name"),
     "a long label": ({"1.jpg": "", "1.cls": "9" * 5000}, "label is '9{79}; expected one name"),
     "a path": ({"1.jpg": "", "1.cls": "../x"}, "a class cannot be called '../x'"),
     "no class of classes.txt": ({"1.jpg": "", "1.cls": "ape"}, "'1.jpg': classes.txt has no class ape"),
-    "class folders too": ({**GOOD, "cat/2.jpg": ""}, "holds 'cat/2.jpg' without a label; every image needs"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -111,16 +105,20 @@ def test_bad_labels_are_one_line_that_names_shard_and_member(tmp_path, case):
     assert "\n" not in str(caught.value)
 
 
-def test_a_key_of_an_earlier_shard_and_shards_that_look_like_class_tars_are_refused(tmp_path):
+def test_a_key_of_an_earlier_shard_a_hole_and_shards_that_look_like_class_tars_are_refused(tmp_path):
     for number in (0, 1):
         write_tar(tmp_path / f"x-train-{number}.tar", GOOD)
         write_tar(tmp_path / "val" / f"{number:05d}.tar", GOOD)
         write_tar(tmp_path / "test" / f"part{number}.tar", {"1.jpg": "", "1.json": '{"label": 0}'})
+    write_tar(tmp_path / "train-2024.tar", GOOD)  # the year makes it no shard
     with pytest.raises(UserError, match=r"x-train-1.tar, '1.cls': an earlier tar has this key"):
         open_source(tmp_path / "train")
     for split, first in (("val", "00000"), ("test", "part0")):
         with pytest.raises(UserError, match=rf"{first}.tar holds images with labels; .* {split}-000000.tar"):
             open_source(tmp_path / split)
+    (tmp_path / "x-train-1.tar").rename(tmp_path / "x-train-2.tar")
+    with pytest.raises(UserError, match=r"x-train-1.tar is missing, but x-train-2.tar exists"):
+        open_source(tmp_path / "train")
 
 
 def test_json_without_a_label_leaves_the_class_to_folder_or_tar_and_a_line_says_so(tmp_path, capsys):
@@ -140,11 +138,3 @@ def test_one_class_is_trained_on_with_a_line(tmp_path):
         (tmp_path / f"{split}-000000.tar").write_bytes(tar_of(members))
     argv = ["--data-path", tmp_path, *SMALL, "--batch-size", 2, "--epochs", 1, "--output-dir", tmp_path / "out"]
     assert "there is only one class, 0: accuracy is 100 %" in run_train(tmp_path, *argv).check().output
-
-
-def test_a_set_with_a_hole_is_refused_and_a_tar_with_a_year_in_its_name_is_no_shard(tmp_path):
-    write_both(tmp_path, ["a"], ".cls", ["x-train-0.tar", "x-train-2.tar", "train-2024.tar"])
-    with pytest.raises(UserError, match=r"x-train-1.tar is missing, but x-train-2.tar exists"):
-        open_source(tmp_path / "train")
-    (tmp_path / "x-train-2.tar").unlink()
-    assert open_source(tmp_path / "train").where == str(tmp_path / "x-train-0.tar")
