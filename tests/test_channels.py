@@ -61,9 +61,8 @@ def test_files_of_every_mode_become_grey_and_rgba():
         for payload, expected in row:
             if isinstance(expected, str) or "I;16" in name:
                 continue  # refused, and not as Pillow converts it
-            rgb, grey, rgba = (
-                numpy.asarray(decode_plainly(payload, how=Decoding(mode))) for mode in ("RGB", "L", "RGBA")
-            )
+            images = (decode_plainly(payload, how=Decoding(mode)) for mode in ("RGB", "L", "RGBA"))
+            rgb, grey, rgba = map(numpy.asarray, images)
             assert numpy.array_equal(rgb, rgba[..., :3]), name
             assert "alpha" in name or "transparent" in name or "RGBa" in name or rgba[..., 3].min() == 255, name
             # That of ITU-R 601-2, as Pillow's page has it; Y itself may be of a colour outside of RGB.
@@ -139,13 +138,12 @@ def test_evaluation_and_tools_take_the_channels_from_the_checkpoint(runs, tmp_pa
     for words in (["--resume", out / "checkpoint.pth"], ["--weights", out / "checkpoint.pth", *SMALL]):
         assert line in run_train(tmp_path, *argv, *words).check().output
     refused(run_train(tmp_path, *argv, *SMALL, "--weights", out / "best.pth", "--in-chans", 3), "give --in-chans 1")
-    forms = ["weights", "safetensors", "onnx", "torch-export"]
-    run_tool(tmp_path, "export", out / "best.pth", "--format", *forms, "--output", tmp_path / "out")
+    run_tool(tmp_path, "export", out / "best.pth", "--format", "weights", "onnx", "--output", tmp_path / "out")
     shares = []
     for file in [out / "best.pth", *(file for file in (tmp_path / "out").iterdir() if file.suffix != ".json")]:
         _, text = run_tool(tmp_path, "predict", file, images / "val", "--json")
         shares += [[each["probability"] for each in json.loads(text)["images"]]]
-    assert shares == [pytest.approx(shares[0], abs=1e-4)] * 5  # the tolerance of an export
+    assert shares == [pytest.approx(shares[0], abs=1e-4)] * 3  # the tolerance of an export
 
 
 def test_the_statistics_of_the_training_images(tmp_path):

@@ -1,7 +1,6 @@
 """data.py: the same images as torchvision's ImageFolder, and the same batches whoever loads them."""
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from torchvision import datasets, transforms
 
 import data
 import train
-from distributed import collectives
 from errors import ImageError, UserError
 from loading.forms import open_source
 from loading.source import Subset, minival_numbers, without
@@ -23,10 +21,7 @@ from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 from settings import config
 from settings.options import get_args_parser
 from tests.images import pack_classes, write_images
-from tests.ranks import run_ranks
 from tests.started import DAMAGES, damage_folder
-
-EXACTLY = {"rtol": 0, "atol": 0}
 
 
 def sets_of(folder, *argv):
@@ -145,45 +140,27 @@ def test_a_failure_of_the_system_is_tried_again_with_the_same_draws_and_ends_the
     assert dataset.load(SampleKey(1, 0, 0)) == expected
 
 
-def plain_batches(image_folder, folder, *argv):
-    """Load an epoch and more as a script for torchvision's folder does, and write down what came."""
-    argv = ["--data-path", str(image_folder), "--device", "cpu", "--batch-size", "3", *argv]
+@pytest.mark.parametrize("argv", [[], ["--ra-sampler", "--auto-augment", "ta_wide", "--train-crop-size", "64"]])
+def test_a_plain_loader_of_the_sets_and_samplers_yields_our_loaders_batches(image_folder, argv):
+    folders = [str(image_folder / split) for split in ("train", "val")]
+    argv = ["--data-path", str(image_folder), "--device", "cpu", "--batch-size", "3", "--workers", "0", *argv]
     args = get_args_parser().parse_args(argv)
     train.utils.init_distributed_mode(args)
-    dataset, dataset_test, train_sampler, test_sampler = train.load_data(
-        os.path.join(args.data_path, "train"), os.path.join(args.data_path, "val"), args
-    )
-    loader = DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler, num_workers=2, pin_memory=True)
-    epochs = []
+    *theirs, train_sampler, test_sampler = train.load_data(*folders, args)
+    args = config.parse_args(argv)
+    ours = data.build_datasets(*folders, args)
+    repeated = TrainSampler(29, VirtualShards(3, 1, 0, 1), repetitions=3 if args.ra_sampler else 1)
     for epoch in range(2):
-        if args.distributed:
-            train_sampler.set_epoch(epoch)
-        epochs.append(list(loader))
-    assert len(loader) == len(epochs[0])
-    loader_test = DataLoader(dataset_test, batch_size=args.batch_size, sampler=test_sampler)
-    torch.save({"train": epochs, "val": list(loader_test)}, folder / f"{train_sampler.shards.rank}.pt")
-    collectives.shut_down()
-
-
-def expected_batches(image_folder, sampler, *argv):
-    args = config.parse_args(["--data-path", str(image_folder), "--device", "cpu", "-b", "3", "--workers", "0", *argv])
-    dataset = sets_of(image_folder, *argv)[0 if isinstance(sampler, TrainSampler) else 1]
-    loader = data.build_loader(dataset, sampler, args)
-    return list(data.build_device_loader(args, loader, sampler, torch.device("cpu"), 3))
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("argv", [[], ["--ra-sampler", "--auto-augment", "ta_wide", "--train-crop-size", "64"]])
-def test_a_plain_loader_of_the_sets_and_samplers_yields_our_loaders_shards(image_folder, tmp_path, argv):
-    run_ranks(plain_batches, 2, image_folder, tmp_path, *argv, log_folder=tmp_path).check()
-    for rank in range(2):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        sampler = TrainSampler(29, VirtualShards(6, 2, rank, 2), repetitions=3 if argv else 1)
-        for epoch in range(2):
-            sampler.set_epoch(epoch)
-            torch.testing.assert_close(found["train"][epoch], expected_batches(image_folder, sampler, *argv), **EXACTLY)
-        evaluated = expected_batches(image_folder, EvalSampler(7, 3, rank, 2), *argv)
-        torch.testing.assert_close(found["val"], evaluated, **EXACTLY)
+        train_sampler.set_epoch(epoch)
+        repeated.set_epoch(epoch)
+        for dataset, sampler, own, own_sampler in (
+            (theirs[0], train_sampler, ours[0], repeated), (theirs[1], test_sampler, ours[1], EvalSampler(7, 3)),
+        ):  # fmt: skip
+            loader = DataLoader(dataset, batch_size=3, sampler=sampler, num_workers=epoch)
+            batches = data.build_device_loader(
+                args, data.build_loader(own, own_sampler, args), own_sampler, torch.device("cpu"), 3
+            )
+            torch.testing.assert_close(list(loader), list(batches), rtol=0, atol=0)
 
 
 def test_sets_of_options_that_a_parser_made_are_checked_in_one_line(image_folder, tmp_path):
