@@ -6,7 +6,6 @@ import random
 import shlex
 import shutil
 import struct
-import tarfile
 from pathlib import Path
 
 import numpy
@@ -18,7 +17,7 @@ from errors import ImageError
 from scripts import check, prepare
 from settings import config
 from tests import fuzz
-from tests.images import FILES, ROTATED, encoded, write_images
+from tests.images import FILES, ROTATED, encoded, files_of, pack, write_images
 from tests.ranks import run_ranks, tool_rank
 from tests.test_modes import CASES, FOUR16, png
 
@@ -92,10 +91,8 @@ def plant(images: Path) -> dict[str, list[str]]:
 
 def pack_into_tars(images: Path, folder: Path) -> Path:
     """Return a folder that holds the same data set as train.tar and val.tar."""
-    folder.mkdir()
     for split in ("train", "val"):
-        with tarfile.open(folder / f"{split}.tar", "w") as tar:
-            tar.add(images / split, split)
+        pack(folder / f"{split}.tar", files_of(images / split))
     return folder
 
 

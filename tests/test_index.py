@@ -88,11 +88,7 @@ def test_a_hidden_class_or_image_is_refused_with_the_command_that_removes_it(fol
     assert len(found) == 6
 
 
-def test_a_hidden_class_tar_is_refused_and_a_list_may_name_hidden_files(folder, tmp_path):
-    pack_classes(folder, tmp_path)
-    (tmp_path / "train" / "._a.tar").write_bytes(b"\0\5\26\7")
-    with pytest.raises(UserError, match=r"^'\._a\.tar' is hidden .*: find .*/train -mindepth 1 -name '\.\?\*'"):
-        open_source(tmp_path / "train")
+def test_a_list_may_name_hidden_files(folder):
     (folder / "a" / "._x.jpg").write_bytes(b"wanted")
     (folder.parent / "train.csv").write_text("path,label\ntrain/a/._x.jpg,a\n")
     assert samples(open_source(folder)) == [("a/._x.jpg", 0, b"wanted")]
@@ -338,15 +334,7 @@ def test_a_split_of_another_name_or_in_an_archive_is_named_with_what_helps(tmp_p
         assert open_source(root / "train").classes == open_source(root / "val").classes == ["a"]
 
 
-def test_a_list_of_classes_beside_class_folders_is_said_to_be_unread(folder, capsys):
-    expected = datasets.ImageFolder(folder).classes
-    (folder.parent / "classes.txt").write_text("\n".join(reversed(expected)))
-    for _ in range(2):  # a scan, and the cache
-        assert open_source(folder).classes == expected
-        assert f"{folder.parent}/classes.txt is not read: " in capsys.readouterr().out
-
-
-def test_what_is_missing_and_which_of_several_is_used_is_said(tmp_path, capsys):
+def test_what_is_missing_what_is_unread_and_which_of_several_is_used_is_said(folder, tmp_path, capsys):
     with pytest.raises(UserError) as caught:
         forms.check_source(tmp_path / "val")
     assert all(words in str(caught.value) for words in ("has no val/", "or val.tar", "or val.csv"))
@@ -355,8 +343,11 @@ def test_what_is_missing_and_which_of_several_is_used_is_said(tmp_path, capsys):
     (tmp_path / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match=f"python -m scripts.prepare {tmp_path} NEW_FOLDER"):
         forms.check_source(tmp_path / "train")
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    (tmp_path / "train" / "a" / "1.jpg").touch()
-    pack_whole(tmp_path / "train", tmp_path)
-    assert open_source(tmp_path / "train").form == "folder"
-    assert f"train is used, not {tmp_path / 'train.tar'}" in capsys.readouterr().out
+    pack_whole(folder, folder.parent)
+    (folder.parent / "classes.txt").write_text("b\na\n")
+    for _ in range(2):  # a scan, and the cache
+        found = open_source(folder)
+        assert (found.form, found.classes) == ("folder", ["a", "b"])
+        said = capsys.readouterr().out
+        assert f"{folder.parent}/classes.txt is not read: " in said
+        assert f"train is used, not {folder.parent / 'train.tar'}" in said
