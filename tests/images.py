@@ -1,9 +1,7 @@
 """Images made up: folders of them, files of every kind, and every form in which a split may be packed."""
 
 import io
-import resource
 import shutil
-import sys
 import tarfile
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import numpy
 import torch
 from PIL import ExifTags, Image
 
-from tests.ranks import Outcome, run_ranks, strike_at
+from tests.ranks import Outcome, run_ranks, tool_rank
 
 
 def write_images(folder: Path, counts: dict[str, list[int]], size: tuple[int, int] = (40, 32)) -> Path:
@@ -155,17 +153,11 @@ def pack_process(argv, fault=None, largest_file=None):
     """Run the packer's command line in this process, small tars and all."""
     from scripts import pack
 
-    if largest_file:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    if fault:
-        strike_at(*fault)
     plan_shards = pack.plan_shards
     pack.plan_shards = lambda splits, _: plan_shards(splits, 12_000)  # --shard-mib knows whole MiB only
-    sys.argv = ["pack", *map(str, argv)]
-    pack.main()
+    tool_rank("pack", argv, None, fault, largest_file)
 
 
 def run_pack(tmp_path: Path, *argv, fault=None, largest_file=None) -> Outcome:
     """Run the packer in a process of its own, and return what became of it."""
-    arguments = (argv, fault, largest_file)
-    return run_ranks(pack_process, 1, *arguments, log_folder=tmp_path, timeout_s=60)
+    return run_ranks(pack_process, 1, argv, fault, largest_file, log_folder=tmp_path, timeout_s=60)

@@ -60,8 +60,8 @@ def test_noise_is_a_hash_of_seed_and_place_in_any_order_of_memory():
 
 
 @pytest.mark.parametrize("args", one_of_each("random_erase", "random_erase_fill"))
-def test_erasing_is_timms_within_torchvisions_bounds_for_the_same_draws(args):
-    """How often, which places, and the fill."""
+def test_erasing_has_its_sources_statistics(args):
+    """How often and where, as timm for the same draws and within torchvision's bounds; and the fill."""
     erase, source = data.build_batch_transforms(args, 10)[0].erase, tv.RandomErasing()
     (min_area, max_area), (min_aspect, max_aspect) = source.scale, source.ratio
     theirs = RandomErasing(

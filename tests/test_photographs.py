@@ -2,7 +2,7 @@
 
 import io
 import json
-import shutil
+import sys
 
 import numpy
 import pytest
@@ -11,13 +11,12 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms import functional
 
-import data
+from errors import BadImageError, UserError
+from loading import decode
 from loading.decode import Decoding, ImageFile, decode_plainly, load_image, read_orientation
 from loading.forms import open_source
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from randomness import Draws
-from sampler import SampleKey
-from settings import config
 from tests.exports import run_tool
 from tests.images import encoded, picture, turn, write_images
 from tests.started import SMALL, refused, run_train
@@ -160,23 +159,23 @@ def test_avif_and_heic_are_read_where_they_are_asked_for(tmp_path, capsys):
     assert len(open_source(folder / "train")) == 14  # a list names its files
 
 
-def test_sets_of_turned_files_are_those_of_upright_ones(tmp_path):
-    """In training and evaluation, by the options of a run."""
-    stored = write_images(tmp_path / "stored", {"train": [8], "val": [8]})
-    for number, path in enumerate(sorted(stored.rglob("*.jpg"))):
-        path.write_bytes(as_stored("PNG", number % 8 + 1))
-    for path in shutil.copytree(stored, tmp_path / "upright").rglob("*.jpg"):
-        path.write_bytes(encoded(upright(path.read_bytes()), "PNG"))
-
-    def load(folder, *more):
-        options = "--train-crop-size 32 --val-crop-size 32 --device cpu"
-        args = config.parse_args(["--data-path", str(folder), *options.split(), *more])
-        train, val = data.build_datasets(*config.split_dirs(args), args)
-        return [train.load(SampleKey(n, 1))[0] for n in range(8)] + [val.load(n)[0] for n in range(8)]
-
-    ours, theirs, wrong = load(stored, "--exif"), load(tmp_path / "upright"), load(stored)
-    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
-    assert [torch.equal(*pair) for pair in zip(ours, wrong, strict=True)] == [True, *[False] * 7] * 2
+def test_heic_without_its_package_is_refused_in_one_line(tmp_path, monkeypatch):
+    folder = write_phone_folder(tmp_path / "images")
+    payload = (folder / "train" / "class0" / "z.heic").read_bytes()
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    monkeypatch.delitem(Image.OPEN, "HEIF")
+    decode.can_read_heic.cache_clear()
+    (folder / "val.csv").write_text("path,label\ntrain/class0/z.heic,a\ntrain/class0/image000.jpg,b\n")
+    (folder / "val").rename(tmp_path / "moved")
+    try:
+        with pytest.raises(BadImageError, match="it is a HEIC, which needs the package pillow-heif; run pip install"):
+            decode_plainly(payload)
+        with pytest.raises(UserError, match=r"--extensions \.heic includes HEIC, which needs the package"):
+            open_source(folder / "train", extensions=[".heic"])
+        with pytest.raises(UserError, match=r"lists 1 HEIC file, such as 'train/class0/z.heic', which needs"):
+            open_source(folder / "val")
+    finally:
+        decode.can_read_heic.cache_clear()
 
 
 def test_a_pack_keeps_the_tag_and_its_range_and_an_older_one_is_refused(tmp_path):

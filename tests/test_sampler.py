@@ -47,9 +47,7 @@ def repeated_oracle(num_images, num_shards, global_batch_size, seed, epoch, repe
 @pytest.mark.parametrize("repetitions", [1, 2, 3, 4])
 @pytest.mark.parametrize(("num_shards", "world_size"), [(1, 1), (2, 2), (4, 2), (4, 1), (8, 8)])
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2)])
-def test_each_step_has_the_images_of_torchs_distributed_sampler_repeated(
-    repetitions, num_shards, world_size, seed, epoch
-):
+def test_each_step_has_the_images_of_torchs_distributed_sampler(repetitions, num_shards, world_size, seed, epoch):
     batches = on_all_ranks(
         lambda shards: TrainSampler(61, shards, seed, repetitions=repetitions), num_shards, world_size, epoch=epoch
     )
