@@ -51,39 +51,38 @@ class Handler(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # or a client's delayed acknowledgement costs each answer 40 ms
 
     def do_GET(self):
-        fault, path = self.server.next_fault(), self.server.folder / self.path.lstrip("/")
-        self.server.requests.append((self.path, self.headers.get("Range"), fault))
+        fault, asked = self.server.next_fault(), self.headers.get("Range")
+        path, is_status = self.server.folder / self.path.lstrip("/"), fault is not None and fault.isdecimal()
+        self.server.requests.append((self.path, asked, fault))
+        self.close_connection |= fault in ("reset", "endless", "silent")
         if fault == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             self.connection.close()
-            self.close_connection = True
-            return
-        if fault == "endless":
-            self.send_response(200 if self.headers.get("Range") is None else 206)
+        elif fault == "endless":
+            self.send_response(200 if asked is None else 206)
             self.end_headers()
-            self.close_connection = True
             self.wfile.writelines(bytes(1 << 20) for _ in range(1 << 11))
-            return
-        if fault in ("H", "HTTP/1.1 100 Continue\r\n\r\n"):  # headers that do not end
+        elif fault in ("H", "HTTP/1.1 100 Continue\r\n\r\n"):  # headers that do not end
             for _ in range(2000):
                 self.wfile.write(fault.encode())
                 time.sleep(0.01)
-        if fault in ("silent", "slow"):
-            time.sleep(0.6 if fault == "silent" else 0.02)
-            self.close_connection = fault == "silent"
-            if fault == "silent":
-                return
-        if (fault is not None and fault.isdecimal()) or not path.is_file():
+        elif fault == "silent":
+            time.sleep(0.6)
+        elif is_status or not path.is_file():
             place = {"Location": "https://elsewhere/x?signature=secret"} if fault == "302" else {}
-            status = int(fault) if fault and fault.isdecimal() else 404
-            self.answer(status, b"<html>no</html>", {"Retry-After": self.server.retry_after, **place})
-            return
-        content, asked = path.read_bytes(), self.headers.get("Range")
+            headers = {"Retry-After": self.server.retry_after, **place}
+            self.answer(int(fault) if is_status else 404, b"<html>no</html>", headers)
+        else:
+            self.give(path.read_bytes(), asked, fault)
+
+    def give(self, content, asked, fault):
         status, headers = 200, {}
         if asked and self.server.has_ranges:
             first, last = map(int, asked.removeprefix("bytes=").split("-"))
             status, headers = 206, {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
             content = content[first : last + 1]
+        if fault == "slow":
+            time.sleep(0.02)
         if fault == "wrong":
             content = bytes([content[0] ^ 1]) + content[1:]
         self.answer(status, content, headers, is_cut=fault == "cut", pause_s=0.05 if fault == "dribble" else 0)
@@ -97,8 +96,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content[place : place + 1])
             time.sleep(pause_s)
         self.wfile.write(content[: len(content) // 2] if is_cut else content)
-        if is_cut:
-            self.close_connection = True
+        self.close_connection |= is_cut
 
     def log_message(self, *_):
         pass
