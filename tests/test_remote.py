@@ -224,7 +224,11 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in HOSTILE.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in HOSTILE.items() for value in values],
+    ids=lambda each: f"{each!r:.20}",
+)
 def test_a_hostile_index_is_one_line(server, tmp_path, name, value):
     path = server.folder / "train.index.gz"
     facts, names, columns = remote.decode_index(path.read_bytes(), "it")
