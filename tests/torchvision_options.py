@@ -37,7 +37,9 @@ from torchvision.models._api import Weights, WeightsEnum, register_model
 from torchvision.models._utils import _ovewrite_value_param
 from torchvision.transforms._presets import ImageClassification
 
+import data
 from errors import UserError
+from monitoring import pictures
 from tests.ranks import REPOSITORY, run_ranks, torchrun_environment
 
 PATH = Path(__file__).with_suffix(".json")
@@ -51,9 +53,6 @@ BASE = (
 )
 NUM_IMAGES = 16
 COLOURS = [tuple((index * factor + 31) % 256 for factor in (37, 59, 101)) for index in range(256)]
-
-
-# The images and the model.
 
 
 def write_images(folder):
@@ -73,7 +72,7 @@ def write_images(folder):
 
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-SEEN = []  # (is it training, side, type of the scores, colour of each image) of each batch
+SEEN = []  # of each batch: is it training, side, type of the scores, colour of each image
 
 
 class Small(nn.Module):
@@ -101,8 +100,6 @@ class Small(nn.Module):
 
 
 class Small_Weights(WeightsEnum):  # noqa: N801
-    """Weights as torchvision publishes them, of six classes."""
-
     V1 = Weights(
         url="https://download.pytorch.org/models/small.pth",
         transforms=partial(ImageClassification, crop_size=24, resize_size=40),
@@ -115,8 +112,7 @@ class Small_Weights(WeightsEnum):  # noqa: N801
 
 def small(*, weights: Small_Weights | None = None, num_classes: int = 6):
     """Build a model as torchvision's functions do."""
-    weights = Small_Weights.verify(weights)
-    if weights is not None:
+    if (weights := Small_Weights.verify(weights)) is not None:
         num_classes = _ovewrite_value_param("num_classes", num_classes, len(weights.meta["categories"]))
     model = Small(num_classes, nn.LayerNorm)
     if weights is not None:
@@ -128,22 +124,11 @@ def small_bn(*, weights: Small_Weights | None = None, num_classes: int = 6):
     return Small(num_classes, nn.BatchNorm1d)
 
 
-def register_models():
-    """Let the models and the weights be torchvision's."""
-    torchvision.models.Small_Weights = Small_Weights
-    for function in (small, small_bn):
-        function.__module__ = "torchvision.models.small"
-        register_model()(function)
-
-
-# One command, in one process.
-
-
 def import_torchvision(folder, store):
     """Return torchvision's script, made to run on a CPU; ours has the same modules' names."""
     sys.path.insert(0, str(folder))
     for name in ("presets", "sampler", "train", "transforms", "utils"):
-        sys.modules.pop(name, None)
+        del sys.modules[name]
     tensor, init, ddp = torch.tensor, torch.distributed.init_process_group, nn.parallel.DistributedDataParallel
 
     def join(backend, init_method, **numbers):
@@ -182,9 +167,8 @@ def sums(state):
     return [round(float(values.sum()), 4), round(float(values.norm()), 4)]
 
 
-def read_checkpoint(folder):
-    """Return what the last checkpoint holds."""
-    path = Path(folder or "nowhere") / "checkpoint.pth"
+def read_checkpoint(path):
+    """Return what a checkpoint holds."""
     if not path.exists():
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=False)
@@ -227,7 +211,7 @@ def run_command(main, parse, refusals, words):
         "different": trained,
         "altered": not {*trained} <= {*COLOURS},  # as erasing, mixing and policies do
         "deterministic": True in modes,  # ours sets it back
-        **read_checkpoint(args.output_dir),
+        **read_checkpoint(Path(args.output_dir or "nowhere") / "checkpoint.pth"),
         "cached": len([*Path(os.environ["HOME"], ".torch").rglob("*.pt")]),
     }
 
@@ -257,7 +241,15 @@ def main(folder, work, processes):
     part = int(os.environ.get("RANK", os.environ.get("PART")))
     os.environ["HOME"] = str(work / f"home-{processes}-{part}")
     warnings.simplefilter("ignore")
-    register_models()
+    torchvision.models.Small_Weights = Small_Weights  # as if torchvision published them
+    for function in (small, small_bn):
+        function.__module__ = "torchvision.models.small"
+        register_model()(function)
+    # What costs our runs most, and nothing here compares: waits for a disk, a look at the images, and pictures.
+    os.fsync = lambda file: None
+    data.in_child = lambda work, limit_s: work()
+    pictures.Pictures.watched = lambda self, loader: loader
+    pictures.Pictures.draw = lambda self: None
     store = None
     if processes == 2:
         port = int(os.environ["MASTER_PORT"])
@@ -269,9 +261,9 @@ def main(folder, work, processes):
         script = import_torchvision(folder, store)
         parse = script.get_args_parser().parse_args
     run = partial(run_command, script.main, parse, UserError if folder == REPOSITORY else Exception)
-    names = [name for name in TABLE["commands"] if name[0] == str(processes)]
+    names = list(enumerate(name for name in TABLE["commands"] if name[0] == str(processes)))
     for_me = names if processes == 2 else names[part::2]
-    results = {name: run_row(run, name, work / f"out-{names.index(name)}-{processes}", work) for name in for_me}
+    results = {name: run_row(run, name, work / f"out-{number}-{processes}", work) for number, name in for_me}
     (work / f"result-{processes}-{part}.json").write_text(json.dumps(results))
     if processes == 2 and part == 1:
         store.set("done", "")
@@ -279,19 +271,12 @@ def main(folder, work, processes):
         store.wait(["done"])
 
 
-# All commands, on all processes.
-
-
-def as_one(rank, world_size, port):
-    """Tell two processes nothing of each other; they share the rows for one."""
-    return {"PART": str(rank)}
-
-
 def run_all(folder, work, processes=(1, 2)):
     """Run the commands with a folder's script, and return what came of each."""
     write_images(work)
     for number in processes:
-        launcher = as_one if number == 1 else torchrun_environment
+        # Two processes share the rows for one, and are told nothing of each other.
+        launcher = torchrun_environment if number == 2 else lambda rank, *_: {"PART": str(rank)}
         run_ranks(main, 2, folder, work, number, log_folder=work, launcher=launcher, timeout_s=180).check()
     parts = [json.loads(path.read_text()) for path in sorted(work.glob("result-*.json"))]
     names = [name for name in TABLE["commands"] if int(name[0]) in processes]
