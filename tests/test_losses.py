@@ -1,6 +1,6 @@
-"""The losses of short runs are those that this commit's predecessors had: a change of numbers is somebody's decision.
+"""Each loss is that by hand, and those of short runs are those that this commit's predecessors had.
 
-Whoever makes one writes it into CHANGELOG under Numerics, and the new losses, which a failure prints, into losses.json.
+Whoever changes numbers says so in CHANGELOG under Numerics, and puts the losses that a failure prints into losses.json.
 """
 
 import json
@@ -11,8 +11,12 @@ import pytest
 import timm
 import torch
 import torchvision
+from timm import loss as timms
+from torch import nn
 
+from models.losses import BinaryCrossEntropy
 from scripts.make_digits import write_digits
+from settings.choices import LOSSES
 from tests.started import run_train
 
 EXPECTED = json.loads(Path(__file__).with_name("losses.json").read_text())
@@ -21,10 +25,10 @@ EXPECTED = json.loads(Path(__file__).with_name("losses.json").read_text())
 TOLERANCE = 1e-6
 RUNS = {
     "vit": """
-        --batch-size 64 --backend pil --auto-augment ta_wide --mixup-alpha 0.2 --cutmix-alpha 1 --random-erase 0.1
+        --backend pil --auto-augment ta_wide --mixup-alpha 0.2 --cutmix-alpha 1 --random-erase 0.1
         --label-smoothing 0.1 --model-ema --model-ema-steps 1
     """,
-    "resnet18": "--batch-size 256 --hflip-prob 0.5 --train-crop-size 16 --val-resize-size 16 --val-crop-size 16",
+    "resnet18": "--hflip-prob 0.5 --train-crop-size 16 --val-resize-size 16 --val-crop-size 16",
 }
 
 
@@ -47,13 +51,20 @@ def _doubled(build):
 vit, resnet18 = _doubled(partial(timm.create_model, "test_vit")), _doubled(torchvision.models.resnet18)
 
 
-@pytest.mark.parametrize("model", RUNS)
-def test_the_losses_are_those_of_the_commits_before(model, tmp_path):
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
     pytest.importorskip("sklearn")
-    write_digits(tmp_path / "digits")
-    argv = "--recipe digits --epochs 1 --lr-warmup-epochs 0 --device cpu --workers 0 --print-freq 1"
-    argv = [*argv.split(), *RUNS[model].split(), "--model", f"{__file__}:{model}"]
-    run_train(tmp_path, *argv, "--data-path", tmp_path / "digits", "--output-dir", tmp_path / "out").check()
+    folder = tmp_path_factory.mktemp("digits")
+    write_digits(folder / "digits")
+    return folder / "digits"
+
+
+@pytest.mark.parametrize("model", RUNS)
+def test_the_losses_are_those_of_the_commits_before(model, digits, tmp_path):
+    argv = "--recipe digits --epochs 1 --lr-warmup-epochs 0 --device cpu --workers 0 --print-freq 1 --batch-size 64"
+    argv += f" --limit-train-images 384 --limit-val-images 20 {RUNS[model]}"
+    argv = [*argv.split(), "--model", f"{__file__}:{model}", "--data-path", digits, "--output-dir", tmp_path / "out"]
+    run_train(tmp_path, *argv).check()
     records = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     losses = [record["loss"] for record in records if record["kind"] != "epoch"]
     # Without AVX torch's linspace rounds otherwise, and so some grey levels of the policy.
@@ -61,3 +72,51 @@ def test_the_losses_are_those_of_the_commits_before(model, tmp_path):
     assert losses == pytest.approx(rows.get(torch.backends.cpu.get_cpu_capability(), rows["AVX2"]), rel=TOLERANCE), (
         json.dumps(losses)
     )
+
+
+# The terms of an image's classes, of scores z, probabilities p, shares of the target and weights of the classes.
+BY_HAND = {
+    "cross_entropy": lambda z, p, share, weight: -weight * share * p.log(),
+    "bce": lambda z, p, share, weight: (
+        -(weight * share * z.sigmoid().log() + (1 - share) * (1 - z.sigmoid()).log()) / 4
+    ),
+    "focal": lambda z, p, share, weight: -weight * share * (1 - p) ** 2 * p.log(),
+}
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("target", [[3, 1, 1], [[0.0, 1.0, 0.0, 0.0]] * 3, [[0.2, 0.0, 0.8, 0.0]] * 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_of_smoothed_classes_and_mixed_targets_is_the_mean_by_hand(name, target, smoothing, is_weighted):
+    scores = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.0, 0.25, -1.0, 2.0], [-3.0, 4.0, 0.0, 1.0]], dtype=torch.float64)
+    target, scores, none = torch.tensor(target), scores.requires_grad_(), torch.ones(4)
+    weight = torch.tensor([0.5, 2.0, 1.0, 3.0]) if is_weighted else None
+    criterion = LOSSES[name].load()(label_smoothing=smoothing, weight=weight)
+    shares = (target if target.ndim == 2 else nn.functional.one_hot(target, 4)).double()
+    hand = partial(BY_HAND[name], scores, scores.softmax(1), shares * (1 - smoothing) + smoothing / 4)
+    assert criterion(scores, target).item() == pytest.approx(hand(weight if is_weighted else none).sum().item() / 3)
+    assert torch.autograd.gradcheck(lambda scores: criterion(scores, target), scores)
+    with torch.no_grad():  # losses of evaluations are comparable
+        assert criterion(scores, target).item() == pytest.approx(hand(none).sum().item() / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("threshold", [None, 0.2])
+def test_binary_cross_entropy_is_timms_in_any_type(dtype, threshold):
+    torch.manual_seed(0)
+    logits, classes = torch.randn(6, 10).to(dtype), torch.arange(6)
+    shares = torch.tensor([0.2005, 0.2, 0.1995, 0.5, 0.999, 0.3])[:, None]
+    one_hot = nn.functional.one_hot
+    soft = one_hot(classes, 10) * shares + one_hot(classes + 1, 10) * (1 - shares)
+    # timm's of float32 logits and targets of that type: nothing is rounded but the logits themselves.
+    ours, theirs = BinaryCrossEntropy(0.1, threshold), timms.BinaryCrossEntropy(0.1, threshold)
+    torch.testing.assert_close(ours(logits, classes), theirs(logits.float(), classes))
+    smoothed = soft * 0.9 + 0.01  # timm's mixing does it
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        torch.testing.assert_close(ours(logits, soft), theirs(logits.float(), smoothed))
+
+
+def test_a_target_just_above_the_threshold_counts_in_bfloat16():
+    loss = BinaryCrossEntropy(0.0, 0.2)(torch.zeros(1, 1, dtype=torch.bfloat16) + 3, torch.tensor([[0.2005]]))
+    assert loss.item() == pytest.approx(0.04858735)  # log(1 + exp(-3)): the class is there
