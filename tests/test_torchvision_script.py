@@ -8,8 +8,6 @@ processes it cannot: torchvision's folder needs a GPU for each.
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,14 +70,10 @@ def images(tmp_path_factory):
 
 
 def run_script(folder, images, out):
-    command = [sys.executable, "-W", "ignore", torchvision_script.__file__, str(folder), str(images), str(out)]
-    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if name not in variables}
-    environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=out, env=environment)
+    outcome = run_ranks(torchvision_script.main, 1, str(folder), str(images), str(out), log_folder=out, timeout_s=240)
     # Where a step fails, its line says why.
-    assert done.returncode == 0, "\n".join([*re.findall(".*: failed: .*", done.stdout), done.stderr])
-    return read_steps(done.stdout)
+    assert outcome.codes == [0], "\n".join([*re.findall(".*: failed: .*", outcome.output), outcome.output])
+    return read_steps(outcome.output)
 
 
 def test_script_means_the_same(images, tmp_path):

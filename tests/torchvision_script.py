@@ -1,7 +1,7 @@
-"""A script as people write them on top of torchvision's references/classification: `torchvision_script.py FOLDER ...`.
+"""A script as people write them on top of torchvision's references/classification.
 
 Every step uses the folder's modules the way such scripts do and prints `step NAME: RESULT`, the result as JSON, so that
-two folders can be compared step by step. One that fails prints `step NAME: failed: ...`; the script then leaves with 1.
+two folders can be compared step by step. One that fails prints `step NAME: failed: ...`; the process then ends with 1.
 """
 
 import argparse
@@ -29,15 +29,9 @@ from torch.utils.data.dataloader import default_collate
 
 NUM_CLASSES = 6  # at least five, of which torchvision's accuracy takes the best
 MODEL = "shufflenet_v2_x0_5"  # with BatchNorm, and of few weights
-SIZES = ["--train-crop-size", "32", "--val-crop-size", "32", "--val-resize-size", "36"]
-OPTIONS = (
-    "model batch_size epochs opt lr momentum weight_decay norm_weight_decay bias_weight_decay "
-    "transformer_embedding_decay label_smoothing mixup_alpha cutmix_alpha lr_scheduler lr_warmup_epochs "
-    "lr_warmup_method lr_warmup_decay lr_step_size lr_gamma lr_min print_freq resume start_epoch cache_dataset sync_bn "
-    "test_only auto_augment ra_magnitude augmix_severity random_erase amp world_size dist_url model_ema "
-    "model_ema_steps model_ema_decay use_deterministic_algorithms interpolation val_resize_size val_crop_size "
-    "train_crop_size clip_grad_norm ra_sampler ra_reps weights use_v2 data_path device workers output_dir backend"
-).split()
+OWN = f"--model {MODEL} --device cpu --batch-size 4 --epochs 1 --workers 1 --lr 0.01 --train-crop-size 32 "
+OWN += "--val-crop-size 32 --val-resize-size 36"
+OPTIONS = json.loads(Path(__file__).with_name("torchvision_steps.json").read_text())["parser"][0]  # by their names
 
 # The folder's modules, imported once it is known which folder.
 presets = sampler = train = transforms = utils = None
@@ -46,6 +40,8 @@ presets = sampler = train = transforms = utils = None
 def import_folder(folder):
     sys.path.insert(0, str(folder))
     for name in ("presets", "sampler", "train", "transforms", "utils"):
+        if not Path(sys.modules[name].__file__).is_relative_to(folder):
+            del sys.modules[name]
         globals()[name] = importlib.import_module(name)
 
 
@@ -53,13 +49,11 @@ class Place:
     """Where the script finds its images and leaves its files."""
 
     def __init__(self, images, out):
-        self.images = Path(images)
-        self.out = Path(out)
+        self.images, self.out = Path(images), Path(out)
 
     def argv(self, name, *more):
-        argv = ["--data-path", str(self.images), "--model", MODEL, "--device", "cpu", "--batch-size", "4"]
-        argv += ["--epochs", "1", "--workers", "1", "--lr", "0.01", *SIZES, "--output-dir", str(self.out / name)]
-        return [*argv, *map(str, more)]
+        words = ["--data-path", self.images, "--output-dir", self.out / name, *OWN.split(), *more]
+        return list(map(str, words))
 
     def args(self, name="own", *more):
         args = train.get_args_parser().parse_args(self.argv(name, *more))
@@ -67,8 +61,7 @@ class Place:
         return args
 
     def load(self, **changes):
-        args = self.args()
-        vars(args).update(changes)
+        args = argparse.Namespace(**{**vars(self.args()), **changes})
         return train.load_data(str(self.images / "train"), str(self.images / "val"), args)
 
 
@@ -111,11 +104,7 @@ def sum_of(model):
     return round(sum(float(p.detach().double().abs().sum()) for p in model.parameters()), 4)
 
 
-# The parser and main.
-
-
 def own_parser():
-    """The folder's parser as the parent of a script's own."""
     parser = argparse.ArgumentParser(parents=[train.get_args_parser(add_help=False)])
     parser.add_argument("--note", default="")
     return parser
@@ -169,9 +158,6 @@ def main_with_much(place):
     argv += "--norm-weight-decay 0 --lr-scheduler cosineannealinglr --lr-warmup-epochs 1 --lr-warmup-method linear "
     argv += "--auto-augment ta_wide --random-erase 0.1 --clip-grad-norm 1 --epochs 2 --note mine"
     return [run_main(place, "much", *argv.split()), checkpoint_of(place.out / "much")]
-
-
-# Data.
 
 
 def datasets(place):
@@ -235,9 +221,6 @@ def load_data_with_published_weights(place):
     return [len(dataset), shown(dataset_test[3][0])]
 
 
-# Training and evaluation.
-
-
 def evaluate(place):
     model, criterion, device = small_model(), nn.CrossEntropyLoss(), torch.device("cpu")
     acc1, printed = captured(train.evaluate, model, criterion, noise_loader(), device)
@@ -298,8 +281,7 @@ def loop(args, loaded, model, wrapped, collate_fn=None):
     return results, [group["lr"] for group in optimizer.param_groups]
 
 
-def mixed(mix, batch):
-    """Collate and mix: a function that Python 3.14, which starts loader processes anew, can send to them."""
+def mixed(mix, batch):  # Python 3.14, which starts loader processes anew, can send it to them
     return mix(*default_collate(batch))
 
 
@@ -311,9 +293,6 @@ def own_loop(place):
     model = torchvision.models.get_model(args.model, weights=None, num_classes=len(loaded[0].classes))
     results, rates = loop(args, loaded, model, model, partial(mixed, mix))
     return [[type(result).__name__ for result in results], rates, checkpoint_of(Path(args.output_dir))]
-
-
-# Meters and processes.
 
 
 def meters(place):
@@ -379,9 +358,6 @@ def files_and_sums(place):
     utils.save_on_master({"epoch": 4}, f=folder / "named.pth")
     epochs = [torch.load(folder / f"{name}.pth")["epoch"] for name in ("positional", "named")]
     return [epochs, [utils.reduce_across_processes(each).tolist() for each in (3, 2.5, [1, 2], [0.5, 4.0])]]
-
-
-# Weights.
 
 
 def groups(model, *args, **kwargs):
@@ -451,9 +427,6 @@ def stored_weights(place):
         target.load_state_dict(torch.load(output, weights_only=True))
         results.append([Path(output).name == f"weights-{digest}.pth", sum_of(target)])
     return results
-
-
-# Presets, transforms and samplers.
 
 
 def presets_on_an_image(place):
@@ -576,7 +549,7 @@ def quantization(place):
     data_loader = DataLoader(dataset, batch_size=4, sampler=train_sampler)
     data_loader_test = DataLoader(dataset_test, batch_size=args.eval_batch_size, sampler=test_sampler)
     device, criterion, model = torch.device(args.device), nn.CrossEntropyLoss(), small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     train.train_one_epoch(model, criterion, optimizer, data_loader, device, args.start_epoch, args)
     with torch.inference_mode():
         result = train.evaluate(model, criterion, data_loader_test, device=device, log_suffix="QAT")
@@ -585,9 +558,6 @@ def quantization(place):
     calibration = DataLoader(Subset(dataset, list(range(4 * args.num_calibration_batches))), batch_size=4)
     calibrated = train.evaluate(model, criterion, calibration, device=device, print_freq=1)
     return [result == again, type(calibrated).__name__]
-
-
-# Two processes.
 
 
 def ranks_join(place):
@@ -630,7 +600,6 @@ def ranks_load(place):
 
 
 def ranks_sample(place):
-    """Which images this process gets, epoch by epoch, through a plain loader's batches of four."""
     args, (dataset, dataset_test, train_sampler, test_sampler) = ranks_load(place)
     epochs = []
     for epoch in (0, 1):
@@ -640,12 +609,11 @@ def ranks_sample(place):
     shapes = [list(image.shape) for image, _ in data_loader]
     batches = [target.tolist() for _, target in DataLoader(dataset_test, batch_size=4, sampler=test_sampler)]
     labels = [dataset.targets[index] for index in epochs[1]]
-    return {"epochs": epochs, "shapes": shapes, "labels": labels, "test": [int(key) for key in test_sampler],
-            "test_labels": batches}  # fmt: skip
+    test = [int(key) for key in test_sampler]
+    return {"epochs": epochs, "shapes": shapes, "labels": labels, "test": test, "test_labels": batches}
 
 
 def ranks_repeat(place):
-    """By default a sampler is this process's."""
     sampled = sampler.RASampler(range(512))
     return [sampled.num_replicas, sampled.rank == utils.get_rank(), [int(index) for index in sampled][:8]]
 
@@ -702,11 +670,6 @@ def main(folder, images, out, part="one"):
         results.append(run_step(step, place))
         if part != "one" and not results[-1]:  # others would wait for this process
             break
-    if part != "one" and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    if not all(results):
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(not all(results))
