@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import zipfile
-from types import SimpleNamespace
 
 import huggingface_hub
 import numpy
@@ -33,6 +32,7 @@ from models.build import build_model
 from models.trained import load_evaluated
 from scripts.trained import open_trained
 from settings import config
+from tests.endings import differing
 from tests.images import write_images
 from tests.ranks import run_ranks, tool_rank
 from tests.started import SMALL_ANYWHERE, Hostile, run_train
@@ -51,19 +51,12 @@ def small_model(seed=0):
     return torchvision.models.mnasnet0_5(num_classes=3)  # which notes the version of its state dict
 
 
-def averaged(model, seed=1):
+def averaged(model):
     """The average of a model's weights and of others, half of each."""
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-    average.update_parameters(model)
-    other = small_model(seed) if isinstance(model, torchvision.models.MNASNet) else model
-    average.update_parameters(other)
+    for each in (model, small_model(1)):
+        average.update_parameters(each)
     return average
-
-
-def alexnet_in_parallel():
-    model = torchvision.models.alexnet(num_classes=3)
-    model.features = Wrapped(model.features)
-    return model
 
 
 NAMESPACE = argparse.Namespace(model="mnasnet0_5", lr=0.1, layers=[1, 2], data_path="/data", device=None)
@@ -103,10 +96,8 @@ def test_files_of_other_scripts_give_the_models_own_weights(tmp_path, script, is
     assert set(torch.serialization.get_safe_globals()) == before
     expected = model.state_dict()
     assert list(weights) == list(expected)
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert differing(weights, expected) == []
     assert weights._metadata[""] == expected._metadata[""]
-    other = small_model(5)
-    other.load_state_dict(weights)
     assert "bare" in weights.kind or script not in ("torchvision", "timm") or "which --ema selects" in weights.kind
     name = "timm/mnasnet0_5" if script == "timm" else "mnasnet0_5"
     assert weights.kind.startswith(f"the raw weights of {name}") == (script in list(SCRIPTS)[-3:])
@@ -125,9 +116,9 @@ def test_averages_of_other_scripts_are_taken(tmp_path, script):
 
 def test_a_part_in_data_parallel_has_its_own_names(tmp_path):
     with torch.device("meta"):
-        state, names = alexnet_in_parallel().state_dict(), list(torchvision.models.alexnet().state_dict())
-    for name in state:
-        state[name] = torch.zeros(1)  # names are enough
+        names, model = list(torchvision.models.alexnet().state_dict()), torchvision.models.alexnet(num_classes=3)
+    model.features = Wrapped(model.features)
+    state = dict.fromkeys(model.state_dict(), torch.zeros(1))  # names are enough
     torch.save({"arch": "alexnet", "state_dict": state}, tmp_path / "w.pth")
     assert list(load_weights(tmp_path / "w.pth")) == names
 
@@ -164,16 +155,6 @@ def test_a_file_without_weights_is_refused(tmp_path, content, words):
         load_weights(tmp_path / "w.pth")
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_file_that_torch_never_wrote_is_refused_for_that_and_without_a_warning(tmp_path):
-    hostile = pickle.dumps(os.system, protocol=2), pickle.dumps(os.system, protocol=0)
-    reasons = ["it is empty", "not a torch.save archive", "contains code", "not a torch.save archive"]
-    for content, reason in zip([b"", b"hello\n", *hostile], reasons, strict=True):
-        (tmp_path / "w.pth").write_bytes(content)
-        with pytest.raises(UserError, match=reason):
-            load_weights(tmp_path / "w.pth")
-
-
 def zipped(*names):
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
@@ -183,6 +164,9 @@ def zipped(*names):
 
 
 OTHER_FILES = {
+    "it is empty": b"",
+    "not a torch.save archive": b"hello\n",
+    "contains code": pickle.dumps(os.system, protocol=2),
     "a web page": b"\n<!DOCTYPE html><html>Too many requests. Try later.</html>",
     "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     "a zip archive of m.pth; unpack it": zipped("m.pth"),
@@ -196,13 +180,14 @@ OTHER_FILES = {
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", OTHER_FILES)
 def test_a_file_of_another_kind_is_called_by_its_first_bytes_at_every_door(kind, tmp_path):
     path, ours = tmp_path / "w.pth", tmp_path / "w.safetensors"
     for each in (path, ours):
         each.write_bytes(OTHER_FILES[kind])
     doors = [lambda: load_weights(path), lambda: open_trained(str(path))]
-    if not kind.startswith(("a zip", "safetensors")):
+    if not kind.startswith(("a zip", "safetensors", "contains", "not a torch")):
         doors += [lambda: read_checkpoint(path, "x"), lambda: load_weights(ours)]
     for read in doors:
         with pytest.raises(UserError, match=f"{kind}|begins with b.*{kind}"):
@@ -220,9 +205,8 @@ def test_an_order_is_doubtful_where_timms_is_another():
 def test_classes_without_names_are_in_the_order_of_the_script_or_refused(tmp_path, name):
     """A model that always answers its class 1 hits folder 2 if it is timm's, and folder 10 if it is torchvision's."""
     images = write_images(tmp_path, {split: [2, 6, 2, 1, 1] for split in ("train", "val")})
-    folders, path = {}, tmp_path / name
-    for split, (place, folder) in itertools.product(("train", "val"), enumerate(["1", "2", "10", "ant", "Cat"])):
-        folders[images / split / folder] = f"{place}-{folder}"
+    places = dict(enumerate(["1", "2", "10", "ant", "Cat"]))
+    for split, (place, folder) in itertools.product(("train", "val"), places.items()):
         (images / split / f"class{place}").rename(images / split / folder)
     model, args = timm.create_model("test_resnet", num_classes=5), argparse.Namespace(model="test_resnet", img_size=32)
     model.fc.weight.data[:], model.fc.bias.data[:] = 0, 9 * torch.eye(5)[1]
@@ -232,22 +216,24 @@ def test_classes_without_names_are_in_the_order_of_the_script_or_refused(tmp_pat
     by_torchvision = 100 * torchvision.datasets.ImageFolder(images / "val").targets.count(1) / 12
     by_timm = 100 * [label for _, label in find_images_and_targets(str(images / "val"))[0]].count(1) / 12
     argv = ["--data-path", images, *SMALL_ANYWHERE, "--batch-size", 4, "--epochs", 1, "--output-dir", tmp_path / "out"]
+    path = tmp_path / name
     tested = [*argv, "--test-only", "--weights", path]
     tool = [path, "--set", f"val={images / 'val'}", *SMALL_ANYWHERE[-2:], "--val-crop-size=32", "--val-resize-size=32"]
 
     def doors():
         yield run_train(tmp_path, *tested)
         yield run_ranks(tool_rank, 1, "evaluate", [*tool, "--device", "cpu"], None, None, log_folder=tmp_path)
-        yield run_train(tmp_path, *argv, "--weights", path)
-        yield run_train(tmp_path, *argv, "--teacher" if name == "timm.pth" else "--weights", path, "--overwrite")
+        for word in ("--weights", "--teacher") if name == "timm.pth" else ():
+            yield run_train(tmp_path, *argv, word, path)
 
-    assert f"Acc@1 {by_torchvision:.3f}" in run_train(tmp_path, *tested, "--allow-change", "data").check().output
     expected = by_torchvision
     if name != "torchvision.pth":
+        allowed = run_train(tmp_path, *tested, "--allow-change", "data").check().output
+        assert f"Acc@1 {by_torchvision:.3f}" in allowed
         assert all(each.codes == [2] and "class 1 is 2 in the checkpoint, 10 now" in each.output for each in doors())
         expected = by_timm
-        for folder, advised in folders.items():
-            folder.rename(folder.with_name(advised))
+        for split, (place, folder) in itertools.product(("train", "val"), places.items()):
+            (images / split / folder).rename(images / split / f"{place}-{folder}")
     assert all(f"{expected:.3f}" in each.check().output for each in itertools.islice(doors(), 2))
 
 
@@ -266,20 +252,16 @@ def test_checkpoints_that_do_not_fit_are_not_averaged(tmp_path, content, error, 
         utils.average_checkpoints([tmp_path / "model.pth", tmp_path / "other.pth"])
     with pytest.raises(ValueError, match="no checkpoints"):
         utils.average_checkpoints([])
-
-
-def test_no_weights_are_stored_of_a_checkpoint_without_them(tmp_path):
-    torch.save({"model": {}}, tmp_path / "checkpoint.pth")
+    torch.save({"model": {}}, tmp_path / "other.pth")
     with pytest.raises(UserError, match="holds no weights as `model`"):
-        utils.store_model_weights(small_model(), tmp_path / "checkpoint.pth")
+        utils.store_model_weights(small_model(), tmp_path / "other.pth")
 
 
 def test_a_safetensors_file_is_a_state_dict_and_a_damaged_one_is_refused(tmp_path):
     model, path = small_model(), tmp_path / "w.safetensors"
     save_file(model.state_dict(), path, metadata={"format": "pt"})
     weights = load_weights(path)
-    assert weights.keys() == model.state_dict().keys()
-    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert differing(weights, model.state_dict()) == []
     with pytest.raises(UserError, match=r"holds no average \(model_ema or state_dict_ema\); remove --ema"):
         load_weights(path, is_average=True)
     whole = path.read_bytes()
@@ -306,60 +288,46 @@ def test_a_name_of_the_hub_means_a_file_there(tmp_path, monkeypatch):
         fetch_from_hub("hf-hub:someone/nothing")
 
 
-@pytest.fixture(params=["resnet18", "vit_tiny_patch16_224"])
-def timms(request, tmp_path):
-    """A checkpoint as timm's own saver writes it, of options as its script has them; its model and its average."""
+@pytest.mark.parametrize(
+    ("name", "size", "kwargs"), [("resnet18", 64, {}), ("vit_tiny_patch16_224", None, {"depth": 1})]
+)
+def test_a_checkpoint_of_timms_script_is_of_timms_model_for_tools_and_runs(name, size, kwargs, tmp_path):
+    """As timm's own saver writes it, of options as its script has them."""
     torch.manual_seed(0)
-    kwargs = {"depth": 1} if "vit" in request.param else {}
-    model = timm.create_model(request.param, num_classes=3, **kwargs)
-    average = ModelEmaV3(model, decay=0.5)
+    model, path = timm.create_model(name, num_classes=3, **kwargs), tmp_path / "last.pth.tar"
+    average, optimizer = ModelEmaV3(model, decay=0.5), torch.optim.SGD(model.parameters(), 0.1)
     with torch.no_grad():
         for parameter in average.module.parameters():
             parameter.mul_(0.5)
     args = argparse.Namespace(
-        model=request.param, model_kwargs=kwargs, img_size=64 if "vit" not in request.param else None, input_size=None,
-        crop_pct=None, mean=None, std=None, interpolation="", gp=None, bn_eps=None, bn_momentum=None, opt="sgd",
-        num_classes=3, drop=0.0, amp=False,
+        model=name, model_kwargs=kwargs, img_size=size, input_size=None, crop_pct=None, mean=None, std=None,
+        interpolation="", gp=None, bn_eps=None, bn_momentum=None, opt="sgd", num_classes=3, drop=0.0, amp=False,
     )  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     saver = CheckpointSaver(model, optimizer, args=args, model_ema=average, checkpoint_dir=str(tmp_path))
     saver.save_checkpoint(3, metric=60.0)
-    return SimpleNamespace(path=tmp_path / "last.pth.tar", model=model.eval(), average=average.module.eval(), args=args)
-
-
-def test_a_checkpoint_of_timms_script_is_of_timms_model(timms):
-    expected_config = timms.model.default_cfg
-    size = timms.args.img_size or expected_config["input_size"][-1]
+    known = model.default_cfg
+    size = size or known["input_size"][-1]
     image = torch.randn(2, 3, size, size)
-    for is_average, expected in ((False, timms.model), (True, timms.average)):
-        trained = open_trained(str(timms.path), is_average=is_average)
-        assert trained.args.model == f"timm/{timms.args.model}"
-        assert (trained.args.val_crop_size, trained.args.val_resize_size) == (
-            size,
-            int(size / expected_config["crop_pct"]),
-        )
-        assert trained.args.mean == list(expected_config["mean"])
-        assert trained.args.interpolation == expected_config["interpolation"]
+    for is_average, expected in ((False, model.eval()), (True, average.module.eval())):
+        trained = open_trained(str(path), is_average=is_average)
+        found = [
+            getattr(trained.args, name)
+            for name in ("model", "val_crop_size", "val_resize_size", "mean", "interpolation")
+        ]
+        sizes = [size, int(size / known["crop_pct"])]
+        assert found == [f"timm/{name}", *sizes, list(known["mean"]), known["interpolation"]]
         assert torch.equal(trained.model(image), expected(image))
-    with pytest.raises(UserError, match=f"{timms.path.name} holds the raw weights of timm/{timms.args.model}"):
-        open_trained(str(timms.path), model="resnet18")
+    with pytest.raises(UserError, match=f"{path.name} holds the raw weights of timm/{name}"):
+        open_trained(str(path), model="resnet18")
+    assert load_weights(path).kind == f"the raw weights of timm/{name}, not their average, which --ema selects"
+    argv = ["--synthetic", "--model", f"timm/{name}", "--weights", str(path), "--model-kwargs"]
+    args = config.parse_args([*argv, *(f"{key}={value}" for key, value in kwargs.items())])
+    started = build_model(args, 3, load_weights(path, is_average=True)).state_dict()
+    assert differing(started, average.module.state_dict()) == []
     # Without its options timm's saver writes the name of the class.
-    CheckpointSaver(timms.model, torch.optim.SGD(timms.model.parameters()))._save(timms.path, 0)
+    CheckpointSaver(model, optimizer)._save(path, 0)
     with pytest.raises(UserError, match="does not name its model; give --model NAME"):
-        open_trained(str(timms.path))
-
-
-def test_a_run_starts_from_a_checkpoint_of_timms_script(timms):
-    weights = load_weights(timms.path)
-    assert weights.kind == f"the raw weights of timm/{timms.args.model}, not their average, which --ema selects"
-    argv = ["--synthetic", "--model", f"timm/{timms.args.model}", "--weights", str(timms.path)]
-    argv += ["--model-kwargs", "depth=1"] if timms.args.model_kwargs else []
-    model = build_model(config.parse_args(argv), 3, load_weights(timms.path, is_average=True))
-    for name, value in timms.average.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-
-
-# Images of another size
+        open_trained(str(path))
 
 
 def noisy(model):
@@ -373,8 +341,8 @@ DEIT, SWIN = "deit_tiny_distilled_patch16_224", "swin_tiny_patch4_window7_224"
 SWIN_KWARGS = {"depths": (1, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 1, 1, 1)}
 
 
-def vit_of(size):
-    return torchvision.models.VisionTransformer(size, 32, 12, 12, 768, 3072, num_classes=3)
+def vit_of_64():
+    return torchvision.models.VisionTransformer(64, 32, 12, 12, 768, 3072, num_classes=3)
 
 
 def by_torchvision(name, old, shape):
@@ -390,8 +358,7 @@ def by_timm(name, old, shape):
 
 
 @pytest.mark.parametrize(("name", "build", "size", "kwargs", "resize"), [
-    pytest.param("vit_b_32", lambda: vit_of(64), 32, {}, by_torchvision, marks=pytest.mark.slow),
-    ("vit_b_32", lambda: vit_of(64), 96, {}, by_torchvision),
+    ("vit_b_32", vit_of_64, 96, {}, by_torchvision),
     (f"timm/{DEIT}", lambda: timm.create_model(DEIT, num_classes=3, depth=1), 64, {"depth": 1}, by_timm),
     (f"timm/{SWIN}", lambda: timm.create_model(SWIN, num_classes=3, **SWIN_KWARGS), 128, SWIN_KWARGS, by_timm),
 ])  # fmt: skip
