@@ -10,11 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnxruntime
 import pytest
+import safetensors.torch
 import torch
 import torchvision
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
 
+from tests.endings import differing
 from tests.exports import CLASSES, MODEL, plain_model, plain_probabilities, refused, run_tool, write_checkpoint
 from tests.images import write_images
 from tests.ranks import REPOSITORY, module_rank, run_ranks, tool_rank
@@ -27,61 +32,41 @@ TOLERANCE = 1e-4
 def exported(tmp_path_factory):
     """A run's folder with a checkpoint, and its export in each form that takes no compiler."""
     folder = tmp_path_factory.mktemp("exported")
-    run = folder / "run"
-    run.mkdir()
-    checkpoint = write_checkpoint(run)
+    checkpoint = write_checkpoint(folder)
     forms = ["--format", "weights", "safetensors", "onnx", "torch-export"]
-    argv = [checkpoint, *forms, "--output", folder / "out"]
-    _, output = run_tool(folder, "export", *argv)
-    return checkpoint, folder / "out", output
-
-
-def probe(batch_size):
-    return torch.randn(batch_size, 3, 32, 32, generator=torch.Generator().manual_seed(batch_size))
-
-
-def logits(model, images):
-    with torch.no_grad():
-        return model(images)
+    return checkpoint, folder / "out", run_tool(folder, "export", checkpoint, *forms, "--output", folder / "out")[1]
 
 
 def test_only_whole_files_are_there_and_the_output_names_each(exported):
     _, out, output = exported
     names = {path.name for path in out.iterdir()}
-    record = f"{MODEL}.json"
-    files = json.loads((out / record).read_text())["files"]
-    assert names == {*files, record}
+    files = json.loads((out / f"{MODEL}.json").read_text())["files"]
+    assert names == {*files, f"{MODEL}.json"}
     assert {Path(name).suffix for name in files} == {".pth", ".onnx", ".pt2", ".safetensors"}
     for name, facts in files.items():
         assert facts["sha256"] == hashlib.sha256((out / name).read_bytes()).hexdigest()
     lines = output.splitlines()
-    forms = ["preprocessing", "weights", "safetensors", "onnx", "torch-export"]
-    assert [line.split(":")[0] for line in lines] == forms
+    assert [line.split(":")[0] for line in lines] == "preprocessing weights safetensors onnx torch-export".split()
     assert all("largest difference of logits" in line for line in lines[3:5]), output
 
 
-def test_weights_bear_their_hash_as_torch_hub_checks_it_and_load_into_torchvision(exported, tmp_path, monkeypatch):
+def test_weights_bear_their_hash_as_torch_hub_checks_it_and_load_into_torchvision(exported, tmp_path):
     checkpoint, out, _ = exported
     path = next(out.glob("*.pth"))
     assert path.name == f"{MODEL}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}.pth"
-    weights = torch.hub.load_state_dict_from_url(
-        path.as_uri(), model_dir=str(tmp_path), check_hash=True, progress=False, weights_only=True
-    )
+    where = {"model_dir": str(tmp_path), "check_hash": True, "progress": False, "weights_only": True}
+    weights = torch.hub.load_state_dict_from_url(path.as_uri(), **where)
     model = torchvision.models.get_model(MODEL, num_classes=4)
     model.load_state_dict(weights)
-    expected = torch.load(checkpoint, weights_only=True)["model"]
-    assert list(weights) == list(expected)
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert differing(weights, plain_model(checkpoint).state_dict()) == []
 
 
 def test_safetensors_hold_the_same_weights_and_say_what_they_are(exported):
-    safetensors = pytest.importorskip("safetensors")
     checkpoint, out, _ = exported
-    expected = torch.load(checkpoint, weights_only=True)["model"]
-    with safetensors.safe_open(out / f"{MODEL}.safetensors", "pt") as file:
+    path = out / f"{MODEL}.safetensors"
+    assert differing(load_file(path), plain_model(checkpoint).state_dict()) == []
+    with safe_open(path, "pt") as file:
         texts = file.metadata()
-        assert set(file.keys()) == set(expected)
-        assert all(torch.equal(file.get_tensor(name), expected[name]) for name in expected)
     assert (texts["model"], json.loads(texts["classes"])) == (MODEL, CLASSES)
     preprocessing = json.loads(texts["preprocessing"])
     assert "as in the checkpoint" in preprocessing.pop("origin")
@@ -92,51 +77,31 @@ def test_safetensors_hold_the_same_weights_and_say_what_they_are(exported):
     }  # fmt: skip
 
 
-def test_onnx_is_one_file_that_takes_any_number_of_images(exported):
-    onnxruntime = pytest.importorskip("onnxruntime")
+def test_onnx_and_programs_take_any_number_of_images_and_need_no_other_file(exported):
     checkpoint, out, _ = exported
-    model = plain_model(checkpoint)
+    model, program = plain_model(checkpoint), torch.export.load(out / f"{MODEL}.pt2").module()
     alone = (out / f"{MODEL}.onnx").read_bytes()  # from memory, so that no other file can be read
     session = onnxruntime.InferenceSession(alone, providers=["CPUExecutionProvider"])
     assert [(each.name, each.shape) for each in session.get_inputs()] == [("input", ["batch", 3, 32, 32])]
     assert [(each.name, each.shape) for each in session.get_outputs()] == [("logits", ["batch", 4])]
     for batch_size in (1, 5):
-        found = torch.from_numpy(session.run(None, {"input": probe(batch_size).numpy()})[0])
-        torch.testing.assert_close(found, logits(model, probe(batch_size)), rtol=0, atol=TOLERANCE)
+        images = torch.randn(batch_size, 3, 32, 32)
+        with torch.no_grad():
+            expected, found = model(images), program(images)
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+        found = torch.from_numpy(session.run(None, {"input": images.numpy()})[0])
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_the_page_shows_how_to_use_it_without_this_project(made, tmp_path):
-    pytest.importorskip("onnxruntime")
     checkpoint, out, _, files = made
     (block,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "tools.md").read_text(), flags=re.S)
-    graph = out / f"{MODEL}.onnx"
-    for file in files:
-        code = block.replace("published/resnet50.onnx", str(graph)).replace("photos/1.jpg", str(file))
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-        name, share = done.stdout.rsplit(maxsplit=1)
-        expected, best = plain_probabilities(plain_model(checkpoint), file).max(0)
-        assert name == CLASSES[best]
-        assert float(share) == pytest.approx(expected.item(), abs=TOLERANCE)
-
-
-def test_program_computes_the_same_without_this_code(exported):
-    checkpoint, out, _ = exported
-    program = torch.export.load(out / f"{MODEL}.pt2").module()
-    for batch_size in (1, 5):
-        expected = logits(plain_model(checkpoint), probe(batch_size))
-        torch.testing.assert_close(logits(program, probe(batch_size)), expected, rtol=0, atol=TOLERANCE)
-
-
-def test_mistakes_are_one_line_and_leave_nothing(exported, tmp_path):
-    checkpoint, _, _ = exported
-    other = write_checkpoint(tmp_path, "other.pth", args={"model": "no_such_model"})
-    for argv, words in [
-        ([checkpoint, "--format", "onxx"], "onxx"),
-        ([other, "--format", "onnx"], "no_such_model: not a torchvision classification model"),
-    ]:
-        outcome, _ = run_tool(tmp_path, "export", *argv, "--output", tmp_path / "out", code=2)
-        assert words in refused(outcome, "export"), outcome.output
-    assert not list(tmp_path.glob("out/*"))
+    code = block.replace("published/resnet50.onnx", f"{out / MODEL}.onnx").replace("photos/1.jpg", files[0])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    name, share = done.stdout.rsplit(maxsplit=1)
+    expected, best = plain_probabilities(plain_model(checkpoint), files[0]).max(0)
+    assert name == CLASSES[best]
+    assert float(share) == pytest.approx(expected.item(), abs=TOLERANCE)
 
 
 def test_average_lies_beside_the_raw_weights_and_another_checkpoint_is_refused(exported, tmp_path):
@@ -146,7 +111,7 @@ def test_average_lies_beside_the_raw_weights_and_another_checkpoint_is_refused(e
     for end, key in (("", "model"), ("-ema", "model_ema")):
         expected = plain_model(checkpoint, key).state_dict()
         found = torch.load(next((tmp_path / "out").glob(f"{MODEL}{end}-????????.pth")), weights_only=True)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert differing(found, expected) == []
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     other = write_checkpoint(tmp_path, "other.pth", seed=5)
     outcome, _ = run_tool(tmp_path, "export", other, "--format", "weights", "--output", tmp_path / "out", code=2)
@@ -156,8 +121,6 @@ def test_average_lies_beside_the_raw_weights_and_another_checkpoint_is_refused(e
 
 def move_a_number():
     """Have safetensors move one number of one weight."""
-    import safetensors.torch
-
     save = safetensors.torch.save
 
     def wrong(tensors, metadata):
@@ -168,8 +131,7 @@ def move_a_number():
 
 
 def test_a_file_that_is_not_the_checkpoint_gets_no_name(exported, tmp_path):
-    checkpoint, _, _ = exported
-    argv = [checkpoint, "--format", "safetensors", "--output", tmp_path / "out"]
+    argv = [exported[0], "--format", "safetensors", "--output", tmp_path / "out"]
     outcome = run_ranks(module_rank, 1, "scripts.export", argv, (move_a_number,), log_folder=tmp_path)
     assert "read back and classifier.1.bias differs from the checkpoint's" in refused(outcome, "export")
     assert list((tmp_path / "out").iterdir()) == []
@@ -197,25 +159,29 @@ def check(predictions, model, files, classes=CLASSES):
         assert [t["probability"] for t in each["top"]] == sorted((t["probability"] for t in each["top"]), reverse=True)
 
 
-def test_json_stands_alone_on_standard_output(made, tmp_path):
+def test_json_stands_alone_on_standard_output_and_tables_say_the_same(made, tmp_path):
     """With the warnings of libraries."""
     _, out, _, files = made
-    files, stdout = files[::-1], tmp_path / "stdout"
+    hostile = tmp_path / "a <b>&, 'c'.jpg"
+    hostile.write_bytes(Path(files[0]).read_bytes())
+    files, stdout = [str(hostile), *files[::-1]], tmp_path / "stdout"
     argv = [out / f"{MODEL}.pt2", *files, "--json", "--topk", 2, "--csv", tmp_path / "found.csv"]
     done = run_ranks(module_rank, 1, "scripts.predict", argv, (), None, stdout, log_folder=tmp_path).check()
     predictions = json.loads(stdout.read_text())["images"]
-    assert [each["file"] for each in predictions] == files
-    assert [len(each["top"]) for each in predictions] == [2] * len(files)
+    assert [(each["file"], len(each["top"])) for each in predictions] == [(file, 2) for file in files]
+    assert all(line.startswith(("predicting: ", "preprocessing: ")) for line in done.output.splitlines()), done.output
     # As a spreadsheet reads it, which knows UTF-8 by its mark.
     content = (tmp_path / "found.csv").read_bytes()
     header, *rows = csv.reader(content.removeprefix("\ufeff".encode()).decode().splitlines())
     assert content.startswith("\ufeff".encode())
     assert header == ["file", "true class", "predicted 1", "share 1", "predicted 2", "share 2"]
-    for row, each in zip(rows, predictions, strict=True):
+    table = run_tool(tmp_path, "predict", *argv[:-5])[1].splitlines()
+    for row, line, each in zip(rows, table, predictions, strict=True):
         assert row[:2] == [each["file"], ""]
         expected = [(best["class"], pytest.approx(best["probability"], rel=1e-5)) for best in each["top"]]
         assert [*zip(row[2::2], map(float, row[3::2]), strict=True)] == expected
-    assert all(line.startswith(("predicting: ", "preprocessing: ")) for line in done.output.splitlines()), done.output
+        assert line.startswith(each["file"])
+        assert f"{100 * each['probability']:5.1f}% {each['class']}" in line
 
 
 def predict_at_home(home, argv, stdout):
@@ -242,19 +208,6 @@ def test_published_weights_are_opened_by_name(tmp_path):
     assert prediction["probability"] == pytest.approx(expected.max().item(), abs=TOLERANCE)
 
 
-def test_the_table_says_the_same(made, tmp_path):
-    checkpoint, _, _, files = made
-    hostile = tmp_path / "a <b>&, 'c'.jpg"
-    hostile.write_bytes(Path(files[0]).read_bytes())
-    files = [*files, str(hostile)]
-    _, output = run_tool(tmp_path, "predict", checkpoint, *files, "--json")
-    predictions = json.loads(output)["images"]
-    _, table = run_tool(tmp_path, "predict", checkpoint, *files)
-    for line, each in zip(table.splitlines(), predictions, strict=True):
-        assert line.startswith(each["file"])
-        assert f"{100 * each['probability']:5.1f}% {each['class']}" in line
-
-
 def test_a_list_is_read_and_the_page_begins_with_the_least_sure(made, tmp_path):
     checkpoint, _, _, files = made
     content = torch.load(checkpoint, weights_only=True)
@@ -269,14 +222,10 @@ def test_a_list_is_read_and_the_page_begins_with_the_least_sure(made, tmp_path):
     assert [each["file"] for each in predictions] == [files[1], *[str(tmp_path / "1.jpg")] * 2, *files[2:]]
     truths = ["d", None, "<c>", *(Path(file).parent.name for file in files[2:])]
     pairs = sorted(zip(predictions, truths, strict=True), key=lambda pair: pair[0]["probability"])
-    lines = [
-        [
-            each["file"],
-            *(f"{top['probability']:.1%} {top['class']}" for top in each["top"]),
-            f"is {truth}" if truth else "",
-        ]
-        for each, truth in pairs
-    ]
+    lines = []
+    for each, truth in pairs:
+        shares = [f"{top['probability']:.1%} {top['class']}" for top in each["top"]]
+        lines.append([each["file"], *shares, f"is {truth}" if truth else ""])
     page = (tmp_path / "page.html").read_text()
     found = [part.split("<br>") for part in re.findall("<figcaption>(.*?)</figcaption>", page)]
     assert json.dumps(found) == json.dumps(lines).replace("<c>", "&lt;c&gt;")
@@ -287,8 +236,8 @@ def test_a_list_is_read_and_the_page_begins_with_the_least_sure(made, tmp_path):
 def test_classes_are_numbers_where_nothing_names_them(made, tmp_path):
     checkpoint, _, images, files = made
     torch.save(torch.load(checkpoint, weights_only=True)["model"], tmp_path / "bare.pth")
-    argv = [tmp_path / "bare.pth", images, "--json", "--model", MODEL, "--val-resize-size", 40]
-    _, output = run_tool(tmp_path, "predict", *argv, "--val-crop-size", 32, "--interpolation", "bicubic")
+    sizes = ["--val-resize-size", 40, "--val-crop-size", 32, "--interpolation", "bicubic"]
+    _, output = run_tool(tmp_path, "predict", tmp_path / "bare.pth", images, "--json", "--model", MODEL, *sizes)
     check(json.loads(output)["images"], plain_model(checkpoint), files, classes="0123")
 
 
@@ -305,48 +254,51 @@ def test_unreadable_images_are_named_and_the_others_predicted(made, tmp_path):
     assert [Path(name).name for name in named] == [truncated.name, empty.name, pipe.name]
 
 
-def test_mistakes_are_one_line(made, tmp_path):
+def test_mistakes_are_one_line(made, tmp_path, monkeypatch, capsys):
     checkpoint, out, images, _ = made
     (tmp_path / "empty").mkdir()
-    torch.save({**torch.load(checkpoint, weights_only=True), "data": {"classes": ["a", "b"]}}, tmp_path / "two.pth")
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save({**content, "data": {"classes": ["a", "b"]}}, tmp_path / "two.pth")
     (tmp_path / "lost.csv").write_text("path\nlost.jpg\n")
     (tmp_path / "wrong.csv").write_text(f"path,label\n{images}/train/class0/image000.jpg,e\n")
     for ending in ("onnx", "pt2", "safetensors"):
         (tmp_path / f"junk.{ending}").write_bytes(b"junk")
-    foreign, graph = tmp_path / "foreign.pt2", out / f"{MODEL}.onnx"
-    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), foreign)
-    content = torch.load(checkpoint, weights_only=True)
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "foreign.pt2")
+    write_checkpoint(tmp_path, "other.pth", args={"model": "no_such_model"})
     content["model"]["classifier.1.bias"][0] = torch.nan
     torch.save(content, tmp_path / "nan.pth")
-    for source, argv, words in [
-        (tmp_path / "gone.pth", [images], "gone.pth: no such file"),
-        (checkpoint, [tmp_path / "gone.jpg"], "gone.jpg: no such file or folder"),
-        (checkpoint, [tmp_path / "empty"], "empty holds no images"),
-        (checkpoint, [tmp_path / "gone.csv"], "gone.csv: no such file or folder"),
-        (checkpoint, [tmp_path / "lost.csv"], f"lost.csv, line 2: {tmp_path}/lost.jpg is no file; the column path"),
-        (checkpoint, [tmp_path / "wrong.csv"], "label 'e' is no class's name in the checkpoint; correct or"),
-        (tmp_path / "two.pth", [images], "has a classifier for 4 classes, but the data has 2"),
-        (checkpoint, [images, "--device", "meta"], "finds no such device on this machine; try --device cpu"),
-        (graph, [images, "--ema", "--device", "cuda"], "leave out --ema and --device"),
-        (tmp_path / "junk.onnx", [images], "junk.onnx cannot be opened"),
-        (tmp_path / "junk.pt2", [images], "junk.pt2 cannot be opened"),
-        (tmp_path / "junk.safetensors", [images], "junk.safetensors is damaged or no safetensors file"),
-        (foreign, [images], "foreign.pt2 does not say how its images are prepared"),
-        (tmp_path / "nan.pth", [images], "nan.pth are not finite: its weights are broken"),
+    monkeypatch.chdir(tmp_path)
+    published = ["--output", tmp_path / "out", "--format"]
+    for name, argv, words in [
+        ("predict", ["gone.pth", images], "gone.pth: no such file"),
+        ("predict", [checkpoint, "gone.jpg"], "gone.jpg: no such file or folder"),
+        ("predict", [checkpoint, "empty"], "empty holds no images"),
+        ("predict", [checkpoint, "gone.csv"], "gone.csv: no such file or folder"),
+        ("predict", [checkpoint, "lost.csv"], "lost.csv, line 2: lost.jpg is no file; the column path"),
+        ("predict", [checkpoint, "wrong.csv"], "label 'e' is no class's name in the checkpoint; correct or"),
+        ("predict", ["two.pth", images], "has a classifier for 4 classes, but the data has 2"),
+        ("predict", [checkpoint, images, "--device", "meta"], "finds no such device on this machine; try --device cpu"),
+        ("predict", [out / f"{MODEL}.onnx", images, "--ema", "--device", "cuda"], "leave out --ema and --device"),
+        ("predict", ["junk.onnx", images], "junk.onnx cannot be opened"),
+        ("predict", ["junk.pt2", images], "junk.pt2 cannot be opened"),
+        ("predict", ["junk.safetensors", images], "junk.safetensors is damaged or no safetensors file"),
+        ("predict", ["foreign.pt2", images], "foreign.pt2 does not say how its images are prepared"),
+        ("predict", ["nan.pth", images], "nan.pth are not finite: its weights are broken"),
+        ("export", ["nan.pth", *published, "weights"], "nan.pth are not finite: its weights are broken"),
+        ("export", [checkpoint, *published, "onxx"], "onxx"),
+        ("export", ["other.pth", *published, "onnx"], "no_such_model: not a torchvision classification model"),
     ]:
-        code = 5 if "nan" in str(source) else 2
-        outcome, output = run_tool(tmp_path, "predict", source, *argv, "--json", code=code)
-        assert words in refused(outcome, "predict", code), outcome.output
-        assert output == ""
-    outcome, _ = run_tool(tmp_path, "export", tmp_path / "nan.pth", "--format", "weights", "--output", out, code=5)
-    assert "nan.pth are not finite: its weights are broken" in refused(outcome, "export", 5)
+        outcome, output = run_tool(tmp_path, name, *argv, code=5 if "nan" in str(argv[0]) else 2)
+        assert words in refused(outcome, name, outcome.codes[0]), outcome.output
+        assert output == "" or name == "export"
+    assert not list(tmp_path.glob("out/*"))
 
 
 def test_damaged_description_is_one_line(made, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
     _, out, images, _ = made
-    with safetensors.safe_open(out / f"{MODEL}.safetensors", "pt") as file:
-        texts, weights = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    path = out / f"{MODEL}.safetensors"
+    with safe_open(path, "pt") as file:
+        texts, weights = file.metadata(), load_file(path)
     preprocessing = json.loads(texts["preprocessing"])
     for change in (
         {"preprocessing": json.dumps({**preprocessing, "crop_size": -1})},
@@ -357,6 +309,6 @@ def test_damaged_description_is_one_line(made, tmp_path):
         {"model": "no\nmodel"},
     ):
         path = tmp_path / "damaged.safetensors"
-        safetensors.save_file(weights, path, {**texts, **change})
+        safetensors.torch.save_file(weights, path, {**texts, **change})
         outcome, _ = run_tool(tmp_path, "predict", path, images, code=2)
         assert "its description is damaged" in refused(outcome, "predict")

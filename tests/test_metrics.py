@@ -1,6 +1,7 @@
 """What is measured: values in equal bits on any number of processes, and known by their names alone."""
 
 import functools
+import itertools
 import json
 import re
 
@@ -58,9 +59,8 @@ NUM_IMAGES, NUM_CLASSES = 23, 4
 
 def scored_images():
     """Scores of images, which a model returns as they are, and their classes; none is of the last class."""
-    generator = torch.Generator().manual_seed(5)
-    scores = torch.randn(NUM_IMAGES, NUM_CLASSES, generator=generator)
-    return scores, torch.randint(NUM_CLASSES - 1, (NUM_IMAGES,), generator=generator)
+    scores = torch.randn(NUM_IMAGES, NUM_CLASSES, generator=torch.Generator().manual_seed(5))
+    return scores, torch.arange(NUM_IMAGES) // 2 % (NUM_CLASSES - 1)
 
 
 def loader_of(rank, world_size, batch_size=4):
@@ -79,10 +79,10 @@ def check_evaluation(rank, world_size, folder):
 @pytest.mark.dist
 def test_a_metric_of_ones_own_is_the_same_in_every_bit_at_any_world_size(tmp_path):
     found = []
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         run_check(world_size, check_evaluation, tmp_path, tmp_path)
         found += [(tmp_path / f"{world_size}.{rank}.json").read_text() for rank in range(world_size)]
-    assert found == [found[0]] * 6
+    assert found == [found[0]] * 4
 
     scores, labels = scored_images()
     hits = [row.index(max(row)) == label for row, label in zip(scores.tolist(), labels.tolist(), strict=True)]
@@ -114,7 +114,10 @@ def test_of_equal_scores_acc1_is_torchs_topk_and_all_else_takes_the_first_class(
     hits = metrics.Accuracy((1, 5)).batch_sums(output, target, None)[0]
     assert hits == (output.topk(5).indices[:, 0] == target).sum()
     assert torch.equal(metrics.F1(30).batch_sums(output, target, None)[1], first.bincount(minlength=30))
-    assert torch.equal(metrics.rank_classes(output, target, 1)[:, 2].long(), first)
+    rows = metrics.rank_classes(output, target, 3)
+    order = [sorted(range(30), key=lambda label, row=row: -row[label]) for row in output.tolist()]
+    assert rows[:, 0].tolist() == [each.index(label) for each, label in zip(order, target.tolist(), strict=True)]
+    assert rows[:, 2:5].tolist() == [each[:3] for each in order]
     assert torch.equal(output.softmax(dim=1).max(dim=1).indices, first)  # as for pictures
 
 
@@ -137,14 +140,13 @@ def measured_rank(argv):
     train_rank(argv)
 
 
-# By a record of training, beside the metrics.
 MEASURED = "lr grad_norm weight_norm images_per_s data_wait memory_gib".split()
 
 
 @pytest.mark.dist
 def test_what_is_measured_reaches_console_records_and_curves_by_its_name(image_folder, tmp_path):
-    argv = ["--data-path", str(image_folder), *SMALL, "--batch-size", "4", "--global-batch-size", "8", "--epochs", "2"]
-    argv += ["--print-freq", "2", "--model-ema", "--use-deterministic-algorithms", "--checkpoint-steps", "1"]
+    argv = ["--data-path", str(image_folder), *SMALL, *"--batch-size 4 --global-batch-size 8 --epochs 2".split()]
+    argv += "--print-freq 2 --model-ema --use-deterministic-algorithms --checkpoint-steps 1".split()
     all_records = []
     for world_size in (1, 2):
         out = tmp_path / str(world_size)
@@ -163,16 +165,12 @@ def test_what_is_measured_reaches_console_records_and_curves_by_its_name(image_f
             shown = [f"{name} {record[name]:.3f}" for name in ("acc1", "loss", "worst_class", "even")]
             assert "Test: " + " ".join([*shown, "n=7"]).replace("acc", "Acc@") in lines
         steps = [line for line in lines if re.match(r"Epoch: \[\d\]  \[", line)]
-        assert len(steps) == 4
-        assert all(
-            re.search(r"acc1: \S+ \(\S+\)  worst_class: \S+ \(\S+\)  even: \S+ \(\S+\)  img/s", line) for line in steps
-        )
+        means = re.compile(r"acc1: \S+ \(\S+\)  worst_class: \S+ \(\S+\)  even: \S+ \(\S+\)  img/s")
+        assert [bool(means.search(line)) for line in steps] == [True] * 4
         assert not [record for record in records if "acc5" in record]  # of three classes
-        names = {"loss", "acc1", "worst_class", "even"}
-        curves = {f"{kind}/{name}" for kind in ("train", "val", "val_ema") for name in names}
-        rates = {f"train/{name}" for name in MEASURED}
+        curves = itertools.product(("train", "val", "val_ema"), ("loss", "acc1", "worst_class", "even"))
         events = EventAccumulator(str(out)).Reload()
-        assert set(events.Tags()["scalars"]) == curves | rates
+        assert set(events.Tags()["scalars"]) == {*map("/".join, curves), *(f"train/{name}" for name in MEASURED)}
         assert [event.value for event in events.Scalars("val/even")] == pytest.approx([r["even"] for r in values])
     assert all_records[0] == all_records[1]
 
@@ -192,7 +190,7 @@ def check_order(rank, world_size):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_a_tally_adds_in_the_order_of_steps_and_shards(tmp_path, world_size):
     run_check(world_size, check_order, tmp_path)
 

@@ -65,29 +65,30 @@ def test_batches_hold_zeros_and_ones_as_the_list_says(labelled):
                 assert row == [float(name in known) for name in CLASSES]
 
 
-@pytest.mark.parametrize("form", ["json", "numbers", "split", "another separator"])
-def test_other_forms_of_the_same_list_are_the_same_set(labelled, tmp_path, form):
+def numbered(path, labels):
+    return f'{path},"{",".join(str(CLASSES.index(each)) for each in labels)}"'
+
+
+@pytest.mark.parametrize(("name", "head", "row"), [
+    ("train.jsonl", "", lambda path, labels: json.dumps({"path": path, "label": labels})),
+    ("images.csv", "path,label,split", lambda path, labels: f'{path},"{",".join(labels)}",train'),
+    ("train.csv", "path,label", numbered),
+    ("train.csv", "path,label", lambda path, labels: f'{path},"{";".join(labels)}"'),
+], ids=["json", "split", "numbers", "another separator"])  # fmt: skip
+def test_other_forms_of_the_same_list_are_the_same_set(labelled, tmp_path, name, head, row, request):
+    form = request.node.callspec.id
     (tmp_path / "photos").symlink_to(labelled / "photos")
-    rows = [(f"photos/{number}.png", truth_of(number)) for number in range(48)]
-    separator, head = (";" if form == "another separator" else ","), "path,label"
-    if form == "json":
-        text = "".join(json.dumps({"path": path, "label": names}) + "\n" for path, names in rows)
-    else:
-        named = [[str(CLASSES.index(name)) for name in names] if form == "numbers" else names for _, names in rows]
-        end = ",train" if form == "split" else ""
-        head += ",split" if form == "split" else ""
-        lines = [f'{path},"{separator.join(each)}"{end}' for (path, _), each in zip(rows, named, strict=True)]
-        text = "\n".join([head, *lines])
-    name = {"json": "train.jsonl", "split": "images.csv"}.get(form, "train.csv")
-    (tmp_path / name).write_text(text)
+    rows = [row(f"photos/{number}.png", truth_of(number)) for number in range(48)]
+    (tmp_path / name).write_text("\n".join([head, *rows] if head else rows))
     if form == "numbers":
         (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
-    found, expected = open_source(tmp_path / "train", separator), open_source(labelled / "train", ",")
+    found = open_source(tmp_path / "train", ";" if form == "another separator" else ",")
+    expected = open_source(labelled / "train", ",")
     assert found.classes == CLASSES
     both = [sorted((source.path(n).split("/")[-1], source.class_name(n)) for n in range(48))
             for source in (found, expected)]  # fmt: skip
     assert both[0] == both[1]
-    if form != "numbers" and form != "another separator":
+    if form in ("json", "split"):
         assert found.fingerprint() == expected.fingerprint()
 
 
@@ -136,22 +137,32 @@ def test_labels_that_cannot_be_told_apart_are_refused(labelled, tmp_path, label,
         open_source(tmp_path / "train", ",")
 
 
-def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):
-    argv = [*started.argv, "--data-path", labelled, "--multi-label", "--bce-loss", "--epochs", 1, "--output-dir"]
-    run_train(tmp_path, *argv, tmp_path / "out").check()
-    best, photo = tmp_path / "out" / "best.pth", labelled / "photos" / "1.png"
-    _, output = run_tool(tmp_path, "predict", best, photo, "--json", "--topk", 4, "--device", "cpu")
-    (image,) = json.loads(output)["images"]
+@pytest.fixture(scope="module")
+def trained(started, labelled, tmp_path_factory):
+    """The folder of a run of two epochs on several labels."""
+    folder = tmp_path_factory.mktemp("trained")
+    argv = [*started.argv, "--data-path", labelled, "--multi-label", "--bce-loss", "--epochs", 2]
+    run_train(folder, *argv, "--output-dir", folder / "out").check()
+    return folder / "out"
+
+
+def test_predictions_are_of_each_class_by_itself(trained, labelled, tmp_path):
+    best, photo, exported = trained / "best.pth", labelled / "photos" / "1.png", tmp_path / "exported"
     model = timm.create_model("tiny_test", num_classes=4).eval()
     model.load_state_dict(torch.load(best, weights_only=True)["model"])
     pixels = torch.from_numpy(numpy.array(Image.open(photo))).permute(2, 0, 1)[None] / 255
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     with torch.no_grad():
         expected = model((pixels - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)).sigmoid()[0]
-    found = {each["class"]: each["probability"] for each in image["top"]}
-    assert [found[name] for name in CLASSES] == pytest.approx(expected.tolist(), rel=1e-5)
-    html = ["--html", tmp_path / "p.html", "--device", "cpu"]
-    run_tool(tmp_path, "predict", best, labelled / "train.csv", *html)
+    forms = ["weights", "safetensors", "onnx", "torch-export"]
+    run_tool(tmp_path, "export", best, "--format", *forms, "--output", exported)
+    files = [path for path in sorted(exported.iterdir()) if path.suffix != ".json"]
+    assert len(files) == len(forms)
+    for file in [best, *files]:
+        (image,) = json.loads(run_tool(tmp_path, "predict", file, photo, "--json", "--topk", 4)[1])["images"]
+        found = {each["class"]: each["probability"] for each in image["top"]}
+        assert [found[name] for name in CLASSES] == pytest.approx(expected.tolist(), rel=1e-4)
+    run_tool(tmp_path, "predict", best, labelled / "train.csv", "--html", tmp_path / "p.html", "--device", "cpu")
     shown = (tmp_path / "p.html").read_text()
     assert all(", ".join(reversed(truth_of(number))) in shown for number in range(48))
     assert "known class" not in shown
@@ -159,21 +170,10 @@ def test_predictions_are_of_each_class_by_itself(started, labelled, tmp_path):
     assert " map " in run_train(tmp_path, *again).check().output  # by the checkpoint's own options
     _, output = run_tool(tmp_path, "check", labelled, "--multi-label", "--expect-val", "any", "--workers", 1)
     assert "48 images of 4 classes" in output
-    exported = tmp_path / "exported"
-    run_tool(
-        tmp_path, "export", best, "--format", "weights", "safetensors", "onnx", "torch-export", "--output", exported
-    )
-    for file in [path for path in sorted(exported.iterdir()) if path.suffix != ".json"]:
-        _, output = run_tool(tmp_path, "predict", file, photo, "--json", "--topk", 4)
-        (image,) = json.loads(output)["images"]
-        found = {each["class"]: each["probability"] for each in image["top"]}
-        assert [found[name] for name in CLASSES] == pytest.approx(expected.tolist(), rel=1e-4)
 
 
-def test_an_evaluation_has_scikit_learns_numbers_on_any_number_of_processes(started, labelled, tmp_path):
-    argv = [*started.argv, "--data-path", labelled, "--multi-label", "--bce-loss", "--epochs", 2, "--output-dir"]
-    run_train(tmp_path, *argv, tmp_path / "out").check()
-    last, results = tmp_path / "out" / "checkpoint.pth", []
+def test_an_evaluation_has_scikit_learns_numbers_on_any_number_of_processes(trained, labelled, tmp_path):
+    last, results = trained / "checkpoint.pth", []
     for world_size in (1, 2):
         files = ["--json", tmp_path / "r.json", "--predictions", tmp_path / "p.csv", "--html", tmp_path / "p.html"]
         argv = [last, "--set", f"val={labelled / 'val'}", *files, "--workers", 0, "--device", "cpu", "--batch-size", 3]
@@ -184,15 +184,14 @@ def test_an_evaluation_has_scikit_learns_numbers_on_any_number_of_processes(star
     rows = list(csv.DictReader(results[0][1].splitlines()))
     assert len(rows) == found["images"] == 20
     truth = numpy.array([[name in row["label"].split() for name in CLASSES] for row in rows])
-    assert [[*sorted(row["label"].split())] for row in rows] == [
-        truth_of(int(row["file"].split("/")[-1].removesuffix(".png"))) for row in rows
-    ]
+    numbers = [int(row["file"].split("/")[-1].removesuffix(".png")) for row in rows]
+    assert [sorted(row["label"].split()) for row in rows] == list(map(truth_of, numbers))
     shares = [{row[f"class{rank}"]: float(row[f"p{rank}"]) for rank in range(1, 5)} for row in rows]
     shares = numpy.array([[row[name] for name in CLASSES] for row in shares])
     assert found["map"] == pytest.approx(100 * average_precision_score(truth, shares, average="macro"))
     assert found["f1"] == pytest.approx(100 * f1_score(truth, shares > 0.5, average="macro"))
     assert found["bce"] == pytest.approx(-numpy.log(numpy.where(truth, shares, 1 - shares)).mean(), rel=1e-4)
-    recorded = [each for each in read_metrics(tmp_path / "out" / "metrics.jsonl") if each["kind"] == "val"][-1]
+    recorded = [each for each in read_metrics(trained / "metrics.jsonl") if each["kind"] == "val"][-1]
     assert found["map"] == pytest.approx(recorded["map"], rel=1e-6)
     assert found["bce"] == pytest.approx(recorded["loss"], rel=1e-5)
     assert "average precision, %" in results[0][2]
