@@ -30,25 +30,15 @@ def tiny(num_classes, width=4, *, act="relu"):
     layers = [nn.Conv2d(3, width, 3, 4), parts.ACTS[act](), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers, nn.Dropout(0.0), nn.Linear(width, num_classes))
 
-def five(num_classes):
-    return tiny(5)
-
 class Twice(nn.Linear):
     def forward(self, image):
-        scores = super().forward(image.flatten(1))
-        return scores, scores
+        return (super().forward(image.flatten(1)),) * 2
 
-def a_tuple(num_classes):
-    return Twice(3 * 32 * 32, num_classes)
-
-def half(num_classes):
-    return tiny(num_classes).half()
-
-def lazy(num_classes):
-    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
-
-def frozen(num_classes):
-    return tiny(num_classes).requires_grad_(False)
+five = lambda num_classes: tiny(5)
+a_tuple = lambda num_classes: Twice(3 * 32 * 32, num_classes)
+half = lambda num_classes: tiny(num_classes).half()
+lazy = lambda num_classes: nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+frozen = lambda num_classes: tiny(num_classes).requires_grad_(False)
 """
 
 
@@ -60,17 +50,6 @@ def net(tmp_path):
     (home / "parts.py").write_text("from torch import nn\nACTS = {'relu': nn.ReLU, 'gelu': nn.GELU}\n")
     (home / "net.py").write_text(SOURCE)
     return home / "net.py"
-
-
-@pytest.fixture
-def trained(net, tmp_path):
-    """Return the folder of a finished run of such a model, and how it was started."""
-    images = write_images(tmp_path / "images", {"train": [4, 4], "val": [2, 2]})
-    argv = ["--data-path", images, "--output-dir", tmp_path / "out", *SIZES]
-    model = ["--model", f"{net}:tiny", "--model-kwargs", "width=8", "act=gelu"]
-    run_train(tmp_path, *argv, *model, "--epochs", 1).check()
-    (net.parent / "ran").unlink()
-    return tmp_path / "out", argv, model
 
 
 def build(*argv, num_classes=3):
@@ -97,24 +76,21 @@ def test_they_reach_the_function_that_builds():
     assert str(model) == str(same)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("resnet18 --model-kwargs foo=1", "--model-kwargs foo=1: "),
-        ("regnet_y_400mf --model-kwargs foo=1", "unexpected keyword argument 'foo'"),
-        ("resnet18 --model-kwargs weights=DEFAULT", "--model-kwargs weights: set by another option"),
-        ("timm/test_resnet --model-kwargs checkpoint_path=x", "--model-kwargs checkpoint_path: "),
-        ("none.py:tiny", "no such file; give FILE.py:FUNCTION"),
-        ("NET:tinny", "has no function tinny; did you mean tiny?"),
-        ("NET:five", "to try it, is torch.float32 of shape (2, 5); expected float32 scores"),
-        ("NET:a_tuple", "its output is a tuple of 2, which needs a loss of your own: give --criterion"),
-        ("NET:half", "Input type (float) and bias type (c10::Half) should be the same"),
-        ("NET:lazy", "uninitialized parameter"),
-        ("NET:tiny --model-kwargs wide=8", "(num_classes, width=4, *, act='relu'), but is called with"),
-        ("NET:tiny --stochastic-depth 0.1", "does not support it"),
-        ("HOME/missing.py:tiny", "line 2): ModuleNotFound"), ("HOME/broken.py:tiny", "line 2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("argv", "words"), [
+    ("resnet18 --model-kwargs foo=1", "--model-kwargs foo=1: "),
+    ("regnet_y_400mf --model-kwargs foo=1", "unexpected keyword argument 'foo'"),
+    ("resnet18 --model-kwargs weights=DEFAULT", "--model-kwargs weights: set by another option"),
+    ("timm/test_resnet --model-kwargs checkpoint_path=x", "--model-kwargs checkpoint_path: "),
+    ("none.py:tiny", "no such file; give FILE.py:FUNCTION"),
+    ("NET:tinny", "has no function tinny; did you mean tiny?"),
+    ("NET:five", "to try it, is torch.float32 of shape (2, 5); expected float32 scores"),
+    ("NET:a_tuple", "its output is a tuple of 2, which needs a loss of your own: give --criterion"),
+    ("NET:half", "Input type (float) and bias type (c10::Half) should be the same"),
+    ("NET:lazy", "uninitialized parameter"),
+    ("NET:tiny --model-kwargs wide=8", "(num_classes, width=4, *, act='relu'), but is called with"),
+    ("NET:tiny --stochastic-depth 0.1", "does not support it"),
+    ("HOME/missing.py:tiny", "line 2): ModuleNotFound"), ("HOME/broken.py:tiny", "line 2"),
+])  # fmt: skip
 def test_mistakes_are_one_line(net, argv, words):
     (net.parent / "missing.py").write_text("\nimport nothing_there\n")
     (net.parent / "broken.py").write_text("\ndef (\n")
@@ -135,47 +111,43 @@ def test_the_model_is_its_functions_and_the_files_name_is_no_models(net, monkeyp
     monkeypatch.chdir(net.parent)
     net = net.rename("vit_mine.py")
     torch.manual_seed(0)
-    sizes = ["--val-crop-size", "48", "--model-kwargs", "width=6", "--dropout", "0.25"]
-    model = build("--model", f"{net}:tiny", *sizes, num_classes=5)
+    model = build("--model", f"{net}:tiny", *"--model-kwargs width=6 --dropout 0.25".split(), num_classes=5)
     assert [type(layer).__name__ for layer in model][1] == "ReLU"
     assert (model[4].p, model[5].in_features, model[5].out_features) == (0.25, 6, 5)
     torch.manual_seed(0)  # the first weights are those of --seed
     assert torch.equal(model[0].weight, nn.Conv2d(3, 6, 3, 4).weight)
 
 
-def test_a_run_trains_goes_on_and_is_evaluated(net, trained, tmp_path):
-    out, argv, _ = trained
-    state = load_checkpoint(out / "checkpoint.pth", "it")
+def test_no_file_has_code_run_and_what_the_command_line_names_trains_and_is_evaluated(net, tmp_path):
+    """Neither an evaluation nor a tool nor a recipe runs a file that the command line does not name."""
+    out, last = tmp_path / "out", tmp_path / "out" / "checkpoint.pth"
+    images = write_images(tmp_path / "images", {"train": [4, 4], "val": [2, 2]})
+    argv = ["--data-path", images, "--output-dir", out, *SIZES]
+    model = ["--model", f"{net}:tiny", "--model-kwargs", "width=8", "act=gelu"]
+    run_train(tmp_path, *argv, *model, "--epochs", 1).check()
+    state = load_checkpoint(last, "it")
     assert state["model"]["0.weight"].shape[0] == 8
     assert state["args"]["model_kwargs"] == ["act=gelu", "width=8"]
-    # From a folder to which the file was moved, and its keyword arguments in another order.
-    moved = net.parent.rename(tmp_path / "moved") / "net.py"
-    again = ["--model", f"{moved}:tiny", "--model-kwargs", "act=gelu", "width=8"]
-    finished = run_train(tmp_path, *argv, *again, "--resume", "auto", "--epochs", 2).check()
-    assert "finished 2 epochs" in finished.output
-    assert finished.output.splitlines()[-1].endswith(f"--model {moved}:tiny")  # of the command that evaluates
-    evaluated = run_train(tmp_path, *argv, *again[:2], "--test-only", "--resume", out / "checkpoint.pth").check()
-    assert "--model-kwargs act=gelu width=8: as in the checkpoint" in evaluated.output
-    tool = open_trained(str(out / "checkpoint.pth"), model=f"{moved}:tiny").model
-    assert isinstance(tool[1], nn.GELU)
-    other = run_train(tmp_path, *argv, "--model", f"{moved}:tiny", "--resume", "auto", "--epochs", 3)
-    refused(other, "model-kwargs", "give the checkpoint's")
-
-
-def test_no_file_has_code_run(net, trained, tmp_path):
-    """Neither an evaluation nor a tool nor a recipe runs a file that the command line does not name."""
-    out, argv, _ = trained
+    (net.parent / "ran").unlink()
     words = "runs only if the command line names it"
-    refused(run_train(tmp_path, *argv, "--test-only", "--resume", out / "checkpoint.pth"), words)
+    refused(run_train(tmp_path, *argv, "--test-only", "--resume", last), words)
     refused(run_train(tmp_path, *argv, "--recipe", out / "recipe.toml", "--overwrite"), words)
     for other in ("resnet18", f"{REPOSITORY}/models/build.py:tiny"):
-        ran = run_train(tmp_path, *argv, "--model", other, "--test-only", "--resume", out / "checkpoint.pth")
-        refused(ran, "--model is", "tiny")
+        refused(run_train(tmp_path, *argv, "--model", other, "--test-only", "--resume", last), "--model is", "tiny")
     with pytest.raises(UserError, match=words):
-        open_trained(str(out / "checkpoint.pth"))
+        open_trained(str(last))
     with pytest.raises(UserError, match="and --model is resnet18"):
-        open_trained(str(out / "checkpoint.pth"), model="resnet18")
+        open_trained(str(last), model="resnet18")
     assert not (net.parent / "ran").exists()
-    recipe = ["--recipe", out / "recipe.toml", "--model", f"{net}:tiny"]
-    run_train(tmp_path, *argv, *recipe, "--overwrite", "--epochs", 1).check()
-    assert (net.parent / "ran").exists()
+    # From a folder to which the file was moved, and its keyword arguments in another order.
+    moved = f"{net.parent.rename(tmp_path / 'moved')}/net.py:tiny"
+    again = ["--model", moved, "--resume", "auto", "--model-kwargs", "act=gelu", "width=8"]
+    finished = run_train(tmp_path, *argv, *again, "--epochs", 2).check()
+    assert "finished 2 epochs" in finished.output
+    assert finished.output.splitlines()[-1].endswith(f"--model {moved}")  # of the command that evaluates
+    evaluated = run_train(tmp_path, *argv, *again[:2], "--test-only", "--resume", last).check()
+    assert "--model-kwargs act=gelu width=8: as in the checkpoint" in evaluated.output
+    assert isinstance(open_trained(str(last), model=moved).model[1], nn.GELU)
+    refused(run_train(tmp_path, *argv, *again[:4], "--epochs", 3), "model-kwargs", "give the checkpoint's")
+    recipe = ["--recipe", out / "recipe.toml", *again[:2], "--overwrite", "--epochs", 1]
+    assert "finished 1 epoch" in run_train(tmp_path, *argv, *recipe).check().output

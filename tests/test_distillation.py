@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from checkpointing.archive import load_checkpoint
 from errors import UserError
@@ -48,7 +49,9 @@ def one_head():
 @pytest.mark.parametrize(("is_mixed", "smoothing"), [(False, 0.0), (True, 0.1)])
 @pytest.mark.parametrize("has_token", [False, True])
 @pytest.mark.parametrize(("is_soft", "alpha", "temperature"), [(False, 0.5, 3.0), (True, 0.1, 3.0), (True, 0.7, 1.0)])
-def test_the_loss_is_deits(is_soft, alpha, temperature, has_token, is_mixed, smoothing):
+def test_the_loss_is_deits_and_an_evaluation_knows_no_teacher(
+    is_soft, alpha, temperature, has_token, is_mixed, smoothing
+):
     torch.manual_seed(0)
     student, teacher = (two_heads() if has_token else one_head()), one_head().eval()
     base = nn.CrossEntropyLoss(label_smoothing=smoothing)
@@ -64,17 +67,10 @@ def test_the_loss_is_deits(is_soft, alpha, temperature, has_token, is_mixed, smo
     loss.backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in student.parameters())
     assert all(parameter.grad is None for parameter in teacher.parameters())
-
-
-def test_an_evaluation_knows_no_teacher():
-    torch.manual_seed(0)
-    student, teacher = one_head(), one_head()
     teacher.register_forward_hook(lambda *_: pytest.fail("the teacher is asked"))
-    criterion = Distillation(nn.CrossEntropyLoss(), teacher, student.eval())
-    image, target = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 3])
     with torch.inference_mode():
-        output = student(image)
-        assert torch.equal(criterion(output, target), nn.functional.cross_entropy(output, target))
+        output = student.eval()(image)
+        assert torch.equal(criterion(output, target), base(output, target))
 
 
 def test_a_compiled_student_is_taught_on_its_own_images():
@@ -86,8 +82,7 @@ def test_a_compiled_student_is_taught_on_its_own_images():
         image, target = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 3])
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             output = student(image)
-        expected = (nn.functional.cross_entropy(output, target)
-                    + nn.functional.cross_entropy(output, teacher(image).argmax(1))) / 2  # fmt: skip
+        expected = (cross_entropy(output, target) + cross_entropy(output, teacher(image).argmax(1))) / 2
         torch.testing.assert_close(criterion(output, target), expected)
 
 
@@ -95,7 +90,6 @@ def test_an_auxiliary_classifier_learns_the_targets_alone():
     torch.manual_seed(0)
     main, auxiliary, image = torch.randn(4, NUM_CLASSES), torch.randn(4, NUM_CLASSES), torch.randn(4, 3, 4, 4)
     teacher, target, student = one_head().eval(), torch.tensor([0, 1, 2, 3]), nn.Identity()
-    cross_entropy = nn.functional.cross_entropy
     criterion = Distillation(AuxiliaryLoss(nn.CrossEntropyLoss(), 0.3), teacher, student, alpha=0.25)
     student(image)
     expected = 0.75 * (cross_entropy(main, target) + 0.3 * cross_entropy(auxiliary, target))
@@ -103,32 +97,26 @@ def test_an_auxiliary_classifier_learns_the_targets_alone():
     torch.testing.assert_close(criterion((main, auxiliary), target), expected)
 
 
-# The statistics of the student's images, which timm configures otherwise for the teacher.
-IMAGENET = ["--mean", 0.485, 0.456, 0.406, "--std", 0.229, 0.224, 0.225]
-
-
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """Return runs whose teacher has been trained, and its checkpoint."""
+    """Return runs, and as their teacher the checkpoint of one of them."""
     folder = tmp_path_factory.mktemp("runs")
-    images = write_images(folder / "images", {"train": [10, 10, 9], "val": [2, 2, 3]})
-    runs = Runs(images, folder)
-    runs.run("teacher", 1, "--model", "timm/test_resnet", "--epochs", 2, *IMAGENET).check()
+    runs = Runs(write_images(folder / "images", {"train": [10, 10, 9], "val": [2, 2, 3]}), folder)
+    # The statistics of the student's images, which timm configures otherwise for the teacher.
+    imagenet = ["--mean", 0.485, 0.456, 0.406, "--std", 0.229, 0.224, 0.225]
+    runs.run("teacher", 1, "--model", "timm/test_resnet", "--epochs", 2, *imagenet).check()
     runs.teacher = folder / "teacher" / "best.pth"
-    runs.run("undisturbed", 2, FLAG, "--teacher", runs.teacher).check()
     return runs
 
 
 def test_the_teacher_changes_the_weights_and_is_not_saved(taught):
-    taught.run("alone", 2, FLAG).check()
-    assert differing(taught.final("alone"), taught.final("undisturbed")) != []
-    state = load_checkpoint(taught.folder / "undisturbed" / "checkpoint.pth", "it")
+    for name, argv in (("taught", ["--teacher", taught.teacher]), ("alone", [])):
+        taught.run(name, 1, FLAG, "--epochs", 2, *argv).check()
+    state = load_checkpoint(taught.folder / "taught" / "checkpoint.pth", "it")
     assert state["model"].keys() == timm.create_model("test_efficientnet", num_classes=3).state_dict().keys()
-    output = (taught.folder / "undisturbed-logs" / "rank0.log").read_text()
+    assert differing(taught.final("alone"), taught.final("taught")) != []
+    output = (taught.folder / "taught-logs" / "rank0.log").read_text()
     assert f"--teacher {taught.teacher}: the raw weights of timm/test_resnet" in output
-
-
-CLASSES = ["class0", "class1", "class2"]
 
 
 def test_a_teacher_that_cannot_be_used_is_one_line(taught, tmp_path):
@@ -136,8 +124,9 @@ def test_a_teacher_that_cannot_be_used_is_one_line(taught, tmp_path):
         if content is not None:
             torch.save(content, tmp_path / name)
         teacher = str(tmp_path / name) if name.endswith(".pth") else name
+        args = config.parse_args(["--synthetic", *SMALL, "--teacher", teacher, *more])
         with pytest.raises(UserError, match=words) as refusal:
-            build_teacher(config.parse_args(["--synthetic", *SMALL, "--teacher", teacher, *more]), CLASSES)
+            build_teacher(args, ["class0", "class1", "class2"])
         assert "\n" not in str(refusal.value)
 
     refuse("none.pth", "no such file")

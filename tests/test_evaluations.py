@@ -47,10 +47,9 @@ def test_a_run_that_stops_after_an_epoch_goes_on_as_if_it_had_not(runs):
         assert (found["state"], found["step"], found["requeue"]) == (status, step, False)
         assert (f"--stop-epoch {extra[-1]} of --epochs 5: " in output) is (status == "stopped")
     assert_same(runs, "stopped")
-    pictures = [
-        {path.name: path.read_bytes() for path in (runs.folder / name).glob("picture-*")}
-        for name in ("stopped", "undisturbed")  # drawn by 2 and by 4 processes
-    ]
+    # Drawn by 2 and by 4 processes.
+    folders = [(runs.folder / name).glob("picture-*") for name in ("stopped", "undisturbed")]
+    pictures = [{path.name: path.read_bytes() for path in paths} for paths in folders]
     assert pictures[0] == pictures[1]
     assert any("mistakes" in name for name in pictures[0])
 
@@ -60,8 +59,7 @@ def test_more_sets_are_evaluated_by_their_names_and_choose_nothing(runs, image_f
     more = ["--eval-data", f"held.out={twice}", f"v2={image_folder / 'train'}", "--epochs", 1, "--lr-warmup-epochs", 0]
     output = runs.run("more", 2, FLAG, *more).check().output
     records = {record.pop("kind"): record for record in runs.metrics("more")}
-    assert records["held.out"] == records["val"]
-    assert records["held.out_ema"] == records["val_ema"]
+    assert (records["held.out"], records["held.out_ema"]) == (records["val"], records["val_ema"])
     assert (records["val"]["n"], records["v2"]["n"]) == (7, 29)
     assert f"Test: held.out Acc@1 {records['val']['acc1']:.3f} " in output
     runs.run("without", 1, FLAG, *more[3:]).check()
@@ -81,10 +79,9 @@ def test_more_sets_must_be_there_and_have_the_same_classes(image_folder, tmp_pat
 
 
 def test_when_to_evaluate_may_change_in_a_resumed_run(started, tmp_path):
-    out = started.copy(tmp_path / "out")
-    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--eval-every", 0, "--epochs", 4).check()
-    assert "eval-every 1 in the checkpoint, 0 now" in outcome.output
-    assert [r["step"] for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "val"] == [3, 6, 12]
+    outcome = started.go_on(tmp_path, started.copy(tmp_path / "out"), "--resume=auto", "--eval-every=0", "--epochs=4")
+    assert "eval-every 1 in the checkpoint, 0 now" in outcome.check().output
+    assert [record["step"] for record in evaluated(tmp_path)] == [3, 6, 12]
 
 
 def test_a_minival_and_the_validation_set_are_both_evaluated_afterwards(runs, image_folder, tmp_path):
@@ -159,9 +156,8 @@ def test_evaluations_are_counted_over_restarts(started, early, tmp_path, fault):
 
 def test_a_run_that_stopped_early_is_finished_and_goes_on_with_more_patience(started, early, tmp_path):
     again = shutil.copytree(early / "out", tmp_path / "out", symlinks=True)
-    before = (again / "metrics.jsonl").read_bytes()
     assert "stopped early after step" in run_early(started, early, tmp_path, "--resume", "auto").check().output
-    assert (again / "metrics.jsonl").read_bytes() == before
+    assert (again / "metrics.jsonl").read_bytes() == (early / "out" / "metrics.jsonl").read_bytes()
     longer = run_early(started, early, tmp_path, "--resume", "auto", "--patience", 3).check()
     assert "patience 2 in the checkpoint, 3 now" in longer.output
     assert len(evaluated(tmp_path)) == 4

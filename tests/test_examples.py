@@ -81,10 +81,8 @@ def test_the_recipes_options_reach_it(image_folder, tmp_path):
     assert decayed == set(map(id, matrices))
     # One of few weights, which are saved.
     sizes = "dim=16, depth=2, num_heads=2, image_size=image_size, drop_path=0.05, in_chans=3"
-    source = (
-        f"from examples import vit5\n\ndef few(num_classes, image_size):\n    return vit5.ViT5(num_classes, {sizes})\n"
-    )
-    (tmp_path / "few.py").write_text(source)
+    source = f"def few(num_classes, image_size):\n    return vit5.ViT5(num_classes, {sizes})\n"
+    (tmp_path / "few.py").write_text(f"from examples import vit5\n\n{source}")
     argv = [*recipe, *"--device cpu --workers 0 --batch-size 4 --global-batch-size 12 --stop-epoch 1".split()]
     argv += ["--data-path", image_folder, "--output-dir", tmp_path / "out"]
     refused(run_train(tmp_path, *argv), "--recipe vit5-s names no model; give --model examples/vit5.py:vit5_s")

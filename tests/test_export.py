@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tests.endings import differing
 from tests.exports import CLASSES, MODEL, plain_model, plain_probabilities, refused, run_tool, write_checkpoint
 from tests.images import write_images
-from tests.ranks import REPOSITORY, module_rank, run_ranks, tool_rank
+from tests.ranks import REPOSITORY, module_rank, run_ranks
 
 # Of a logit, those of the model are about 3, or of a probability: kernels sum in other orders.
 TOLERANCE = 1e-4
@@ -50,21 +50,14 @@ def test_only_whole_files_are_there_and_the_output_names_each(exported):
     assert all("largest difference of logits" in line for line in lines[3:5]), output
 
 
-def test_weights_bear_their_hash_as_torch_hub_checks_it_and_load_into_torchvision(exported, tmp_path):
+def test_weights_and_safetensors_load_into_torchvision_bear_their_hash_and_say_what_they_are(exported, tmp_path):
     checkpoint, out, _ = exported
-    path = next(out.glob("*.pth"))
+    path, expected = next(out.glob("*.pth")), plain_model(checkpoint).state_dict()
     assert path.name == f"{MODEL}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}.pth"
     where = {"model_dir": str(tmp_path), "check_hash": True, "progress": False, "weights_only": True}
-    weights = torch.hub.load_state_dict_from_url(path.as_uri(), **where)
-    model = torchvision.models.get_model(MODEL, num_classes=4)
-    model.load_state_dict(weights)
-    assert differing(weights, plain_model(checkpoint).state_dict()) == []
-
-
-def test_safetensors_hold_the_same_weights_and_say_what_they_are(exported):
-    checkpoint, out, _ = exported
+    assert differing(torch.hub.load_state_dict_from_url(path.as_uri(), **where), expected) == []
     path = out / f"{MODEL}.safetensors"
-    assert differing(load_file(path), plain_model(checkpoint).state_dict()) == []
+    assert differing(load_file(path), expected) == []
     with safe_open(path, "pt") as file:
         texts = file.metadata()
     assert (texts["model"], json.loads(texts["classes"])) == (MODEL, CLASSES)
@@ -150,13 +143,11 @@ def check(predictions, model, files, classes=CLASSES):
     """Compare predictions with plain torchvision's."""
     assert [each["file"] for each in predictions] == list(map(str, files))
     for each in predictions:
-        expected = plain_probabilities(model, each["file"])
         assert set(each) == {"file", "class", "probability", "top"}
+        shares, order = plain_probabilities(model, each["file"]).sort(descending=True)
+        assert [top["class"] for top in each["top"]] == [classes[number] for number in order]
+        assert [top["probability"] for top in each["top"]] == pytest.approx(shares.tolist(), abs=TOLERANCE)
         assert {"class": each["class"], "probability": each["probability"]} == each["top"][0]
-        found = torch.tensor([next(t["probability"] for t in each["top"] if t["class"] == name) for name in classes])
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE)
-        assert each["class"] == classes[int(expected.argmax())]
-        assert [t["probability"] for t in each["top"]] == sorted((t["probability"] for t in each["top"]), reverse=True)
 
 
 def test_json_stands_alone_on_standard_output_and_tables_say_the_same(made, tmp_path):
@@ -184,22 +175,16 @@ def test_json_stands_alone_on_standard_output_and_tables_say_the_same(made, tmp_
         assert f"{100 * each['probability']:5.1f}% {each['class']}" in line
 
 
-def predict_at_home(home, argv, stdout):
-    os.environ["TORCH_HOME"] = str(home)
-    tool_rank("predict", argv, stdout)
-
-
 def test_published_weights_are_opened_by_name(tmp_path):
     """From torch's cache, where a file of the right name stands for the one of the network."""
-    cache = tmp_path / "hub" / "checkpoints"
-    cache.mkdir(parents=True)
     torch.manual_seed(1)
     model = torchvision.models.squeezenet1_1().eval()
-    published = torchvision.models.SqueezeNet1_1_Weights.IMAGENET1K_V1
+    published, cache = torchvision.models.SqueezeNet1_1_Weights.IMAGENET1K_V1, tmp_path / "checkpoints"
+    cache.mkdir()
     torch.save(model.state_dict(), cache / os.path.basename(published.url))
     images = write_images(tmp_path / "images", {"val": [1]}, size=(300, 260))
-    argv = ["squeezenet1_1.IMAGENET1K_V1", images, "--json", "--topk", "1000"]
-    run_ranks(predict_at_home, 1, tmp_path, argv, tmp_path / "stdout", log_folder=tmp_path).check()
+    argv, home = ["squeezenet1_1.IMAGENET1K_V1", images, "--json", "--topk", 1000], (torch.hub.set_dir, str(tmp_path))
+    run_ranks(module_rank, 1, "scripts.predict", argv, home, None, tmp_path / "stdout", log_folder=tmp_path).check()
     [prediction] = json.loads((tmp_path / "stdout").read_text())["images"]
     image = published.transforms()(Image.open(prediction["file"]).convert("RGB"))
     with torch.no_grad():
@@ -233,23 +218,17 @@ def test_a_list_is_read_and_the_page_begins_with_the_least_sure(made, tmp_path):
     assert f"<td>images of a known class<td>{len(pairs) - 1}<tr><td>right<td>{num_right}<" in page
 
 
-def test_classes_are_numbers_where_nothing_names_them(made, tmp_path):
+def test_classes_are_numbers_where_nothing_names_them_and_unreadable_images_are_named(made, tmp_path):
     checkpoint, _, images, files = made
     torch.save(torch.load(checkpoint, weights_only=True)["model"], tmp_path / "bare.pth")
-    sizes = ["--val-resize-size", 40, "--val-crop-size", 32, "--interpolation", "bicubic"]
-    _, output = run_tool(tmp_path, "predict", tmp_path / "bare.pth", images, "--json", "--model", MODEL, *sizes)
-    check(json.loads(output)["images"], plain_model(checkpoint), files, classes="0123")
-
-
-def test_unreadable_images_are_named_and_the_others_predicted(made, tmp_path):
-    checkpoint, _, _, files = made
     truncated, empty, pipe = (tmp_path / name for name in ("truncated.jpg", "empty.png", "pipe.jpg"))
     truncated.write_bytes(Path(files[0]).read_bytes()[:300])
     empty.write_bytes(b"")
     os.mkfifo(pipe)  # which nobody writes to
-    argv = [files[0], truncated, files[1], empty, pipe, "--json"]
-    outcome, output = run_tool(tmp_path, "predict", checkpoint, *argv, code=1)
-    check(json.loads(output)["images"], plain_model(checkpoint), files[:2])
+    sizes = ["--val-resize-size", 40, "--val-crop-size", 32, "--interpolation", "bicubic"]
+    argv = [truncated, images, empty, pipe, "--json", "--model", MODEL, *sizes]
+    outcome, output = run_tool(tmp_path, "predict", tmp_path / "bare.pth", *argv, code=1)
+    check(json.loads(output)["images"], plain_model(checkpoint), files, classes="0123")
     named = [line.split(" cannot be read: ")[0] for line in outcome.output.splitlines() if " cannot be read: " in line]
     assert [Path(name).name for name in named] == [truncated.name, empty.name, pipe.name]
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,14 +43,12 @@ def test_the_order_of_sums_is_that_of_halves_and_the_same_on_any_allowed_number_
 def test_a_parameter_without_a_gradient_keeps_none():
     used, unused, sometimes = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     gradient_sum = PairwiseGradientSum(nn.ParameterList([used, unused, sometimes]), VirtualShards(4, 2))
-    used.grad = torch.ones(2)
-    gradient_sum.add_shard()
-    used.grad, sometimes.grad = torch.ones(2), torch.ones(2)
-    gradient_sum.add_shard()
+    for gradients in ((torch.ones(2), None), (torch.ones(2), torch.ones(2))):
+        used.grad, sometimes.grad = gradients
+        gradient_sum.add_shard()
     gradient_sum.finish()
     assert unused.grad is None
-    assert torch.equal(used.grad, torch.ones(2))
-    assert torch.equal(sometimes.grad, torch.full((2,), 0.5))
+    assert (used.grad.tolist(), sometimes.grad.tolist()) == ([1, 1], [0.5, 0.5])
 
 
 class WeightedSums(nn.Module):
@@ -77,8 +74,7 @@ def sum_over_ranks(rank, world_size, num_shards):
             [torch.randn(parameter.shape, generator=generator) * 10**shard for parameter in model.weights]
             for shard in range(num_shards)
         ]
-        for parameter in model.weights:
-            parameter.grad = None
+        model.zero_grad()
         for shard in shards.local:
             with step.shard(number, shard):
                 step.model(factors[shard]).backward()
@@ -88,15 +84,14 @@ def sum_over_ranks(rank, world_size, num_shards):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("world_size", "num_shards"), [(2, 2), (2, 8), (3, 3), (4, 4), (4, 8)])
+@pytest.mark.parametrize(("world_size", "num_shards"), [(2, 8), (3, 3), (4, 8)])
 def test_buckets_are_summed_beside_the_backward_pass_in_the_order_of_halves(world_size, num_shards, tmp_path):
     run_check(world_size, sum_over_ranks, tmp_path, num_shards)
 
 
-@pytest.mark.parametrize("model", ["squeezenet1_1", "alexnet"])
-def test_a_model_without_buffers_takes_several_shards(model):
-    built = torchvision.models.get_model(model, num_classes=3)
-    step = ShardedStep(built, VirtualShards(4, 2), device=torch.device("cpu"))
+def test_a_model_without_buffers_takes_several_shards():
+    model = nn.Linear(3, 3)
+    step = ShardedStep(model, VirtualShards(4, 2), device=torch.device("cpu"))
     for shard in range(2):
         with step.shard(0, shard):
-            built(torch.randn(2, 3, 64, 64)).sum().backward()
+            model(torch.randn(2, 3)).sum().backward()

@@ -27,38 +27,37 @@ from tests.ranks import some_slow
 
 
 def test_a_run_trains_at_the_sizes_of_its_epochs(image_folder):
-    argv = ["--train-crop-size", "64", "--train-crop-size-min", "32", "--crop-ramp-epochs", "0", "1", "--workers", "0"]
-    args = config.parse_args(["--data-path", str(image_folder), "--device", "cpu", *argv])
+    argv = "--train-crop-size 64 --train-crop-size-min 32 --crop-ramp-epochs 0 1 --workers 0 --device cpu".split()
+    args = config.parse_args(["--data-path", str(image_folder), *argv])
     dataset, _ = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), args)
     sampler = TrainSampler(len(dataset), VirtualShards(8, 1))
-    loader = data.build_loader(dataset, sampler, args)
     for epoch, size in [(0, 32), (1, 64), (5, 64)]:
         sampler.set_epoch(epoch)
-        assert next(iter(loader))[0].shape == (8, 3, size, size)
+        assert next(iter(data.build_loader(dataset, sampler, args)))[0].shape == (8, 3, size, size)
 
 
-def test_timms_policy_draws_from_the_address_alone(image_folder):
-    image = Image.open(next((image_folder / "train" / "class0").iterdir())).convert("RGB").resize((32, 32))
+def test_timms_policy_draws_from_the_address_alone():
+    image, results = Image.effect_noise((32, 32), 60).convert("RGB"), []
     policy = TimmPolicy("timm/rand-m7-mstd0.5-inc1", 32, torchvision.transforms.InterpolationMode.BICUBIC)
-    results = []
-    for noise in (0, 5):
-        numpy.random.rand(noise)
-        seed_host(1, 2, 3)
+    for address in (3, 3, 4, 5, 6):
+        numpy.random.rand(len(results))
+        seed_host(1, 2, address)
         results.append(policy(image).tobytes())
     assert results[0] == results[1]
-    seed_host(1, 2, 4)
-    assert len({policy(image).tobytes() for _ in range(5)}) > 1
+    assert len(set(results)) > 2
 
 
 # What is not happy with 64 px.
 SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 28}
 REPRESENTATIVE = [
-    "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small",
-    "regnet_y_400mf", "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t",
+    "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small", "regnet_y_400mf",
+    "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t",
 ]  # fmt: skip
+OTHERS = sorted(set(list_models(module=torchvision.models)) - set(REPRESENTATIVE))
 
 
-def step_save_and_resume(name, tmp_path):
+@pytest.mark.parametrize("name", some_slow([*REPRESENTATIVE, *OTHERS], OTHERS))
+def test_a_classifier_trains_a_step_and_resumes(name, tmp_path):
     size = SIZES.get(name, 64)
     argv = f"--synthetic 8 --model {name} --device cpu --workers 0 --lr 0.01 --batch-size 2".split()
     args = config.parse_args([*argv, "--train-crop-size", str(size), "--val-crop-size", str(size)])
@@ -71,10 +70,8 @@ def step_save_and_resume(name, tmp_path):
     moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
     # A ViT's classifier begins at zero, and nothing below it moves yet.
     assert any(moved) if name.startswith("vit_") else sum(moved) > 0.9 * len(moved)
-    # Some models have hundreds of megabytes of each.
-    del before
+    del before  # some models have hundreds of megabytes of each
     optimizer.zero_grad()
-
     args = config.assign(args.replaced(world_size=1), None)
     facts = guard.run_facts(args, *data.build_datasets(None, None, args))
     state = RunState(1, facts, {"model": model, "optimizer": optim.OptimizerState(optimizer)}).state_dict()
@@ -87,11 +84,3 @@ def step_save_and_resume(name, tmp_path):
     run.load_state_dict(check_schema(load_checkpoint(tmp_path / "checkpoint.pth", "it"), "it"))
     assert differing(model.state_dict(), restored.state_dict()) == []
     assert differing(*(flatten(each.state_dict()["state"]) for each in (optimizer, restored_optimizer))) == []
-
-
-OTHERS = sorted(set(list_models(module=torchvision.models)) - set(REPRESENTATIVE))
-
-
-@pytest.mark.parametrize("name", some_slow([*REPRESENTATIVE, *OTHERS], OTHERS))
-def test_a_classifier_trains_a_step_and_resumes(name, tmp_path):
-    step_save_and_resume(name, tmp_path)

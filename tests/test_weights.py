@@ -3,7 +3,6 @@
 import argparse
 import gzip
 import io
-import itertools
 import os
 import pickle
 import random
@@ -88,30 +87,24 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_files_of_other_scripts_give_the_models_own_weights(tmp_path, script, is_old):
-    model = small_model()
-    torch.save(SCRIPTS[script](model), tmp_path / "w.pth", _use_new_zipfile_serialization=not is_old)
+def test_files_of_other_scripts_give_the_models_own_weights_and_their_average(tmp_path, script, is_old):
+    model, path = small_model(), tmp_path / "w.pth"
+    torch.save(SCRIPTS[script](model), path, _use_new_zipfile_serialization=not is_old)
     before = set(torch.serialization.get_safe_globals())
-    weights = load_weights(tmp_path / "w.pth")
+    weights = load_weights(path)
     assert set(torch.serialization.get_safe_globals()) == before
     expected = model.state_dict()
     assert list(weights) == list(expected)
     assert differing(weights, expected) == []
     assert weights._metadata[""] == expected._metadata[""]
-    assert "bare" in weights.kind or script not in ("torchvision", "timm") or "which --ema selects" in weights.kind
     name = "timm/mnasnet0_5" if script == "timm" else "mnasnet0_5"
     assert weights.kind.startswith(f"the raw weights of {name}") == (script in list(SCRIPTS)[-3:])
-
-
-@pytest.mark.parametrize("script", ["torchvision", "timm"])
-def test_averages_of_other_scripts_are_taken(tmp_path, script):
-    model = small_model()
-    torch.save(SCRIPTS[script](model), tmp_path / "w.pth")
-    weights = load_weights(tmp_path / "w.pth", is_average=True)
-    parts = [net.state_dict()["layers.0.weight"] for net in (model, small_model(1))]
-    torch.testing.assert_close(weights["layers.0.weight"], (parts[0] + parts[1]) / 2)
-    assert list(weights) == list(model.state_dict())
-    assert weights.kind == f"the average of {'timm/' if script == 'timm' else ''}mnasnet0_5"
+    assert ("which --ema selects" in weights.kind) == (script in ("torchvision", "timm"))
+    if script in ("torchvision", "timm"):
+        average, other = load_weights(path, is_average=True), small_model(1).state_dict()["layers.0.weight"]
+        torch.testing.assert_close(average["layers.0.weight"], (expected["layers.0.weight"] + other) / 2)
+        assert list(average) == list(expected)
+        assert average.kind == f"the average of {name}"
 
 
 def test_a_part_in_data_parallel_has_its_own_names(tmp_path):
@@ -156,8 +149,7 @@ def test_a_file_without_weights_is_refused(tmp_path, content, words):
 
 
 def zipped(*names):
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
+    with zipfile.ZipFile(stream := io.BytesIO(), "w") as archive:
         for name in names:
             archive.writestr(name, "weights")
     return stream.getvalue()
@@ -204,10 +196,9 @@ def test_an_order_is_doubtful_where_timms_is_another():
 @pytest.mark.parametrize("name", ["timm.pth", "w.safetensors", "torchvision.pth"])
 def test_classes_without_names_are_in_the_order_of_the_script_or_refused(tmp_path, name):
     """A model that always answers its class 1 hits folder 2 if it is timm's, and folder 10 if it is torchvision's."""
-    images = write_images(tmp_path, {split: [2, 6, 2, 1, 1] for split in ("train", "val")})
-    places = dict(enumerate(["1", "2", "10", "ant", "Cat"]))
-    for split, (place, folder) in itertools.product(("train", "val"), places.items()):
-        (images / split / f"class{place}").rename(images / split / folder)
+    images, path = write_images(tmp_path, {split: [2, 6, 2, 1, 1] for split in ("train", "val")}), tmp_path / name
+    folders = [images / split / f"class{number}" for split in ("train", "val") for number in range(5)]
+    folders = [each.rename(each.with_name(new)) for each, new in zip(folders, ["1", "2", "10", "ant", "Cat"] * 2)]  # noqa: B905
     model, args = timm.create_model("test_resnet", num_classes=5), argparse.Namespace(model="test_resnet", img_size=32)
     model.fc.weight.data[:], model.fc.bias.data[:] = 0, 9 * torch.eye(5)[1]
     CheckpointSaver(model, torch.optim.SGD(model.parameters()), args=args)._save(tmp_path / "timm.pth", 0)
@@ -216,25 +207,24 @@ def test_classes_without_names_are_in_the_order_of_the_script_or_refused(tmp_pat
     by_torchvision = 100 * torchvision.datasets.ImageFolder(images / "val").targets.count(1) / 12
     by_timm = 100 * [label for _, label in find_images_and_targets(str(images / "val"))[0]].count(1) / 12
     argv = ["--data-path", images, *SMALL_ANYWHERE, "--batch-size", 4, "--epochs", 1, "--output-dir", tmp_path / "out"]
-    path = tmp_path / name
     tested = [*argv, "--test-only", "--weights", path]
     tool = [path, "--set", f"val={images / 'val'}", *SMALL_ANYWHERE[-2:], "--val-crop-size=32", "--val-resize-size=32"]
 
-    def doors():
+    def evaluations():
         yield run_train(tmp_path, *tested)
         yield run_ranks(tool_rank, 1, "evaluate", [*tool, "--device", "cpu"], None, None, log_folder=tmp_path)
-        for word in ("--weights", "--teacher") if name == "timm.pth" else ():
-            yield run_train(tmp_path, *argv, word, path)
 
-    expected = by_torchvision
     if name != "torchvision.pth":
+        refusals = [*evaluations()]
+        if name == "timm.pth":
+            refusals += [run_train(tmp_path, *argv, word, path) for word in ("--weights", "--teacher")]
+        assert all(each.codes == [2] and "class 1 is 2 in the checkpoint, 10 now" in each.output for each in refusals)
         allowed = run_train(tmp_path, *tested, "--allow-change", "data").check().output
         assert f"Acc@1 {by_torchvision:.3f}" in allowed
-        assert all(each.codes == [2] and "class 1 is 2 in the checkpoint, 10 now" in each.output for each in doors())
-        expected = by_timm
-        for split, (place, folder) in itertools.product(("train", "val"), places.items()):
-            (images / split / folder).rename(images / split / f"{place}-{folder}")
-    assert all(f"{expected:.3f}" in each.check().output for each in itertools.islice(doors(), 2))
+        for number, folder in enumerate(folders):
+            folder.rename(folder.with_name(f"{number % 5}-{folder.name}"))
+    expected = by_torchvision if name == "torchvision.pth" else by_timm
+    assert all(f"{expected:.3f}" in each.check().output for each in evaluations())
 
 
 # What averaging and storing give is compared with torchvision's own in tests/test_torchvision_script.py.
@@ -267,9 +257,8 @@ def test_a_safetensors_file_is_a_state_dict_and_a_damaged_one_is_refused(tmp_pat
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"", b"\xff" * len(whole)):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="is damaged or no safetensors file") as refusal:
+        with pytest.raises(UserError, match=r"^[^\n]*is damaged or no safetensors file[^\n]*$"):
             load_weights(path)
-        assert "\n" not in str(refusal.value)
 
 
 def test_a_name_of_the_hub_means_a_file_there(tmp_path, monkeypatch):
@@ -277,11 +266,12 @@ def test_a_name_of_the_hub_means_a_file_there(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     checkpoint = {"model": {"weight": torch.tensor([1.0])}, "model_ema": {"module.weight": torch.tensor([2.0])}}
     home = tmp_path / "models--someone--something"  # as the hub's package caches a repository
-    (home / "refs").mkdir(parents=True)
-    (home / "refs" / "main").write_text("1" * 40)
-    (home / "snapshots" / ("1" * 40)).mkdir(parents=True)
-    save_file({"weight": torch.tensor([3.0])}, home / "snapshots" / ("1" * 40) / "model.safetensors")
-    torch.save(checkpoint, home / "snapshots" / ("1" * 40) / "best.pth")
+    files = home / "snapshots" / ("1" * 40)
+    files.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(files.name)
+    save_file({"weight": torch.tensor([3.0])}, files / "model.safetensors")
+    torch.save(checkpoint, files / "best.pth")
     assert load_weights(fetch_from_hub("hf-hub:someone/something"))["weight"] == 3
     assert load_weights(fetch_from_hub("hf-hub:someone/something/best.pth"), is_average=True)["weight"] == 2
     with pytest.raises(UserError, match=r"hf-hub:someone/nothing: cannot fetch model\.safetensors: "):
@@ -364,9 +354,9 @@ def by_timm(name, old, shape):
 ])  # fmt: skip
 def test_positions_are_resized_as_torchvision_and_timm_do(name, build, size, kwargs, resize, capsys):
     """Those of `--weights`, and those of a checkpoint that is evaluated and of its average."""
-    weights, argv = noisy(build()), ["--synthetic", "--model", name, "--weights", "w.pth", "--model-kwargs"]
-    argv += [f"{key}={value}" for key, value in kwargs.items()]
-    args = config.parse_args([*argv, "--train-crop-size", str(size), "--val-crop-size", str(size)])
+    weights, argv = noisy(build()), f"--synthetic --model {name} --weights w.pth --train-crop-size {size}".split()
+    kwargs = [f"{key}={value}" for key, value in kwargs.items()]
+    args = config.parse_args([*argv, f"--val-crop-size={size}", "--model-kwargs", *kwargs])
     model = build_model(args, 3, dict(weights))
     found = {"weights": model.state_dict()}
     average = {f"module.{key}": -value if value.is_floating_point() else value for key, value in weights.items()}
@@ -378,8 +368,11 @@ def test_positions_are_resized_as_torchvision_and_timm_do(name, build, size, kwa
     for kind, values in found.items():
         for key, value in values.items():
             sign = -1 if kind == "average" and value.is_floating_point() else 1
-            expected = resize(key, sign * weights[key], value.shape) if key in resized else sign * weights[key]
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-6 if key in resized else 0)
+            if key in resized:
+                expected = resize(key, sign * weights[key], value.shape)
+                torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
+            else:
+                assert torch.equal(value, sign * weights[key])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": trained at another image size; resized ")[0] for line in lines] == [
         "--weights w.pth", "--resume c.pth", "the average of --resume c.pth",

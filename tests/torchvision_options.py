@@ -199,15 +199,14 @@ def run_command(main, parse, refusals, words):
             set_mode(False)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-    trained, evaluated = (
-        [tuple(colour) for batch in SEEN if batch[0] is kind for colour in batch[3]] for kind in (True, False)
-    )
+    seen = [(is_training, tuple(colour)) for is_training, _, _, colours in SEEN for colour in colours]
+    trained = [colour for is_training, colour in seen if is_training]
     return {
         **read_printed(printed.getvalue()),
         "sides": sorted({f"{'train' if is_training else 'val'} {side}" for is_training, side, _, _ in SEEN}),
         "types": sorted({kind for _, _, kind, _ in SEEN}),
         "trained": len(trained),
-        "evaluated": len(evaluated),
+        "evaluated": len(seen) - len(trained),
         "different": trained,
         "altered": not {*trained} <= {*COLOURS},  # as erasing, mixing and policies do
         "deterministic": True in modes,  # ours sets it back
@@ -279,8 +278,8 @@ def run_all(folder, work, processes=(1, 2)):
         launcher = torchrun_environment if number == 2 else lambda rank, *_: {"PART": str(rank)}
         run_ranks(main, 2, folder, work, number, log_folder=work, launcher=launcher, timeout_s=180).check()
     parts = [json.loads(path.read_text()) for path in sorted(work.glob("result-*.json"))]
-    names = [name for name in TABLE["commands"] if int(name[0]) in processes]
-    return {name: list(map(joined, *(part[name] for part in parts if name in part))) for name in names}
+    found = {name: [part[name] for part in parts if name in part] for name in TABLE["commands"]}
+    return {name: list(map(joined, *runs)) for name, runs in found.items() if runs}
 
 
 def joined(run, *others):

@@ -93,11 +93,9 @@ def small_model():
                          nn.Flatten(), nn.Linear(8, NUM_CLASSES))  # fmt: skip
 
 
-def noise_loader(num_images=12, batch_size=4):
-    generator = torch.Generator().manual_seed(2)
-    images = torch.randn(num_images, 3, 16, 16, generator=generator)
-    labels = torch.arange(num_images) % NUM_CLASSES
-    return DataLoader(TensorDataset(images, labels), batch_size=batch_size)
+def noise_loader():
+    images = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    return DataLoader(TensorDataset(images, torch.arange(12) % NUM_CLASSES), batch_size=4)
 
 
 def sum_of(model):
@@ -187,12 +185,11 @@ def plain_loaders(place):
         dataset, dataset_test, train_sampler, test_sampler = place.load()
         data_loader = DataLoader(dataset, batch_size=4, sampler=train_sampler, num_workers=num_workers, pin_memory=True)
         data_loader_test = DataLoader(dataset_test, batch_size=5, sampler=test_sampler, num_workers=num_workers)
-        (image, target), *rest = data_loader
-        labels = torch.cat([target, *(target for _, target in rest)])
+        image, target = (torch.cat(parts) for parts in zip(*data_loader, strict=True))
         test = list(data_loader_test)
         results.append({
-            "train": [len(data_loader), str(image.dtype), list(image.shape), str(target.dtype)],
-            "labels": sorted(Counter(labels.tolist()).items()),
+            "train": [len(data_loader), str(image.dtype), list(image[:4].shape), str(target.dtype)],
+            "labels": sorted(Counter(target.tolist()).items()),
             "test": [len(data_loader_test), [list(image.shape) for image, _ in test]],
             "test_labels": torch.cat([target for _, target in test]).tolist(),
             "test_mean": round(float(torch.cat([image for image, _ in test]).mean()), 3),
@@ -337,16 +334,13 @@ def talk(is_master):
 
 
 def processes(place):
-    original, args = builtins.print, place.args()
+    original, args, small = builtins.print, place.args(), argparse.Namespace()
     del args.distributed
-    small = argparse.Namespace()
     for each in (args, small):
         captured(utils.init_distributed_mode, each)
     words = [utils.is_dist_avail_and_initialized(), utils.get_world_size(), utils.get_rank(), utils.is_main_process()]
-    try:
-        words += [captured(talk, is_master)[1] for is_master in (True, False)]
-    finally:
-        builtins.print = original
+    words += [captured(talk, is_master)[1] for is_master in (True, False)]
+    builtins.print = original
     return [args.distributed, args.world_size, small.distributed, words]
 
 
@@ -433,10 +427,9 @@ def presets_on_an_image(place):
     image = Image.open(place.images / "val" / "class0" / "image000.jpg").convert("RGB")
     evaluations = {"crop_size": 224}, {"crop_size": 32, "resize_size": 36, "use_v2": True}
     results = [shown(presets.ClassificationPresetEval(**options)(image)) for options in evaluations]
-    bicubic = torchvision.transforms.InterpolationMode.BICUBIC
-    mean = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+    bicubic, half = torchvision.transforms.InterpolationMode.BICUBIC, (0.5, 0.5, 0.5)
     others = {"hflip_prob": 0.0}, {"interpolation": bicubic}, {"backend": "PIL"}, {"backend": "tensor"}
-    for options in ({}, mean, *others):
+    for options in ({}, {"mean": half, "std": half}, *others):
         torch.manual_seed(5)
         results.append(shown(presets.ClassificationPresetTrain(crop_size=24, **options)(image)))
     errors = [error_of(presets.ClassificationPresetEval, *size, crop_size=32, backend="other") for size in ((), (32,))]
@@ -585,18 +578,15 @@ def ranks_reduce(place):
 
 
 def ranks_save(place):
-    path = place.out / "one.pth"
-    utils.save_on_master({"rank": utils.get_rank()}, path)
+    utils.save_on_master({"rank": utils.get_rank()}, place.out / "one.pth")
     torch.distributed.barrier()
-    return torch.load(path)["rank"]
+    return torch.load(place.out / "one.pth")["rank"]
 
 
 def ranks_load(place):
-    args = place.args()
-    args.distributed, args.rank, args.world_size = True, utils.get_rank(), 2
-    args.gpu = args.rank
-    folders = [str(place.images / split) for split in ("train", "val")]
-    return args, train.load_data(*folders, args)
+    rank = utils.get_rank()
+    more = {"distributed": True, "rank": rank, "gpu": rank, "world_size": 2}
+    return argparse.Namespace(**{**vars(place.args()), **more}), place.load(**more)
 
 
 def ranks_sample(place):
@@ -621,8 +611,7 @@ def ranks_repeat(place):
 def ranks_train(place):
     args, loaded = ranks_load(place)
     utils.mkdir(args.output_dir)
-    model = small_model()
-    before = sum_of(model)
+    model, before = small_model(), sum_of(small_model())
     results, _ = loop(args, loaded, model, nn.parallel.DistributedDataParallel(model))
     parts = [torch.tensor([sum_of(model), *results], dtype=torch.float64) for _ in range(2)]
     torch.distributed.all_gather(parts, parts[0].clone())
