@@ -145,10 +145,8 @@ def main_trains(place):
 
 def main_resumes_and_tests_only(place):
     last = ["--resume", place.out / "run" / "checkpoint.pth"]
-    return [
-        run_main(place, "run", "--epochs", 2, *last), checkpoint_of(place.out / "run"),
-        run_main(place, "run", "--test-only", *last),
-    ]  # fmt: skip
+    resumed = [run_main(place, "run", "--epochs", 2, *last), checkpoint_of(place.out / "run")]
+    return [*resumed, run_main(place, "run", "--test-only", *last)]
 
 
 def main_with_much(place):
