@@ -110,14 +110,13 @@ class Size(metrics.Metric):
     def compute(self, sums, count):
         return {"size": sums[0] / count}
 
-def size(num_classes):
-    return Size()
+size = lambda num_classes: Size()
 """
 
 
 @pytest.fixture(scope="module")
 def early(started, tmp_path_factory):
-    """A run that stopped early."""
+    """The folder of a run that stopped early."""
     folder = tmp_path_factory.mktemp("early")
     (folder / "mine.py").write_text(GROWS)
     run_early(started, folder, folder).check()
@@ -149,8 +148,7 @@ def test_a_run_ends_after_evaluations_without_a_new_best(early):
 ])  # fmt: skip
 def test_evaluations_are_counted_over_restarts(started, early, tmp_path, fault):
     assert run_early(started, early, tmp_path, faults=[(0, *fault)]).codes == [-9]
-    outcome = run_early(started, early, tmp_path, "--resume", "auto").check()
-    assert "stopped early after step" in outcome.output
+    assert "stopped early after step" in run_early(started, early, tmp_path, "--resume", "auto").check().output
     assert differing_results(tmp_path / "out", early / "out") == []
 
 

@@ -86,10 +86,8 @@ def test_a_line_is_torchs_and_a_cool_down_is_one_at_the_end():
     expected = walk(optimizer, torchs.LinearLR(optimizer, start_factor=1.0, end_factor=0.1, total_iters=EPOCHS))
     rates = [[optim.lr_at(args, epoch, 0.5)] for epoch in range(EPOCHS)]
     assert numpy.allclose(rates, expected, rtol=0, atol=1e-12)
-    short, long = (
-        [optim.lr_at(schedule_options("wsd", 2, epochs=epochs, lr_min=0.1), epoch, 0.5) for epoch in range(13)]
-        for epochs in (10, 20)
-    )
+    short, long = (schedule_options("wsd", 2, epochs=epochs, lr_min=0.1) for epochs in (10, 20))
+    short, long = ([optim.lr_at(args, epoch, 0.5) for epoch in range(13)] for args in (short, long))
     assert short[2:11] == pytest.approx(numpy.interp(range(2, 11), [6, 10], [0.5, 0.1]))
     assert short[:7] == long[:7]  # a checkpoint from before epoch 6 belongs to both
 
