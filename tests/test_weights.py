@@ -212,7 +212,9 @@ def test_classes_without_names_are_in_the_order_of_the_script_or_refused(tmp_pat
 
     def evaluations():
         yield run_train(tmp_path, *tested)
-        yield run_ranks(tool_rank, 1, "evaluate", [*tool, "--device", "cpu"], None, None, log_folder=tmp_path)
+        yield run_ranks(
+            tool_rank, 1, "evaluate", [*tool, "--device=cpu", "--workers=0"], None, None, log_folder=tmp_path
+        )
 
     if name != "torchvision.pth":
         refusals = [*evaluations()]
