@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distributed import watch
 from tests.endings import differing_results
 from tests.ranks import strike_at
 from tests.runs import Runs
@@ -74,16 +75,22 @@ def spoil_a_loss(rank: int, number: int) -> None:
     train.build_loss = build_spoiling
 
 
-def hang_in_read(index, number) -> None:
-    """Stand for a disk that does not answer."""
-    time.sleep(600)
-
-
 def hang_loaders() -> None:
-    """Have reading an image never end."""
+    """Have reading an image never end in a loader process, as from a disk that does not answer."""
     from loading.source import Source
 
+    read = Source.read
+
+    def hang_in_read(*args):
+        return time.sleep(600) if torch.utils.data.get_worker_info() else read(*args)
+
     Source.read = hang_in_read
+    linger_briefly()
+
+
+def linger_briefly() -> None:
+    """Have a process that hangs end soon after it has said so."""
+    watch.Watchdog.LINGER_S = 1.5
 
 
 def kill_a_loader() -> None:
@@ -207,7 +214,7 @@ FAULTS = {
         says=("--stall-timeout", "in hang_in_read"),
     ),
     "a rank that hangs": Fault(
-        [(1, STEP, 2, "before", STOP)], world_size=2, argv=["--stall-timeout", "0.05"], code=1, state="failed",
+        [(1, STEP, 2, "before", STOP)], (linger_briefly,), 2, ["--stall-timeout", "0.05"], code=1, state="failed",
         says=("--stall-timeout", "images of the next step: [", "train_one_epoch"),
     ),
 }  # fmt: skip

@@ -1,7 +1,11 @@
 """Runs of a test's own: around its own steps, at a step and nothing else, and of a recipe with a bit of everything."""
 
 import json
+import os
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -16,7 +20,7 @@ from monitoring.monitor import Monitor
 from run import Run
 from settings import config
 from tests.endings import differing, flatten, read_metrics
-from tests.ranks import REPOSITORY, run_ranks, train_rank
+from tests.ranks import REPOSITORY, module_rank, run_ranks, train_rank
 
 
 def argv_of_recipe(name):
@@ -24,6 +28,19 @@ def argv_of_recipe(name):
     command = config.read_recipe(config.find_recipe(name)).get("command", "")
     own = [f"{REPOSITORY}/{found}" for found in re.findall(r"--model (\S+\.py:\S+)", command)]
     return ["--recipe", name, "--dry-run", *[f"--model={each}" for each in own]]
+
+
+def set_variables(environment):
+    os.environ.update(environment)
+
+
+def run_forked(words, env=None, **_):
+    """Stand for `subprocess.run` of a Python whose imports are there: a rank that is forked from the warm server."""
+    place, *argv = map(str, words[1:])
+    module, *argv = argv if place == "-m" else [Path(place).stem, *argv]
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_ranks(module_rank, 1, module, argv, (set_variables, dict(env or {})), log_folder=Path(folder))
+    return subprocess.CompletedProcess(words, done.codes[0], done.output, done.output)
 
 
 def run_of(args, folder, model, optimizer, sampler, device, kind=Run):

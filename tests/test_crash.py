@@ -1,12 +1,5 @@
 """No point of a run at which a kill, an error or a power failure loses anything: some of each scenario."""
 
-import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
-from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -17,14 +10,16 @@ from errors import StorageError
 from tests.calls import Call
 from tests.chaos import run_scenario
 from tests.crash import SCENARIOS, Trial
-from tests.endings import Ending
 from tests.power_loss import lose_power, possible_states
-from tests.ranks import REPOSITORY, some_slow
+from tests.ranks import some_slow
 
 NAMES = [scenario.name for scenario in SCENARIOS]
 # Points of each scenario.
 SHORT = {"crash_points": 1, "failing_calls": 1, "power_loss": 1}
-LIKE_OTHERS = {"new with average, saving late", "new without resume", "from elsewhere, overwriting", "interrupted"}
+LIKE_OTHERS = {
+    "new with average, saving late", "new without resume", "from elsewhere, overwriting", "interrupted",
+    "from elsewhere, best elsewhere", "damaged newest",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", some_slow(NAMES, LIKE_OTHERS))
@@ -79,44 +74,3 @@ def test_a_save_that_hides_that_it_failed_is_found(tmp_path):
     writes = [point for point in trial.failures() if (point.name, point.code, point.lasts) == ("write", 28, True)]
     trial.attempt("failing_calls", Trial.fail, writes[len(writes) // 2])
     assert trial.counts["lost"] == 1, trial.problems
-
-
-# Whole runs of real processes, killed by the kernel at single system calls.
-
-OPTIONS = """
-    --model timm/test_resnet --synthetic 8 --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu
-    --workers 0 --epochs 2 --batch-size 4 --checkpoint-steps 1 --model-ema --use-deterministic-algorithms --resume auto
-""".split()
-SYSTEM_CALLS = ["link,linkat", "rename,renameat,renameat2", "unlink,unlinkat", "fsync"]
-
-
-def run_train(out, *tracer):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [*tracer, sys.executable, str(REPOSITORY / "train.py"), *OPTIONS, "--output-dir", str(out)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-
-
-def injected(calls, number):
-    options = ["-f", "-qq", "-o", "/dev/null", "-e", f"trace={calls}"]
-    return ["strace", *options, "-e", f"inject={calls}:signal=KILL:when={number}"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-@pytest.mark.parametrize("calls", SYSTEM_CALLS)
-def test_a_run_that_the_kernel_kills_at_a_system_call_ends_like_any_other(calls, tmp_path):
-    log, whole = tmp_path / "log", tmp_path / "whole"
-    outcome = run_train(whole, "strace", "-f", "-qq", "-o", str(log), "-e", f"trace={calls}")
-    assert outcome.returncode == 0, outcome.stderr
-    expected = Ending(whole)
-    # strace counts them for each process and thread by itself.
-    lines = [re.match(r"(\d+) +\w+\(", line) for line in log.read_text().splitlines()]
-    ((_, num_calls),) = Counter(line[1] for line in lines if line).most_common(1)
-    assert num_calls > 3
-    for number in sorted({1, num_calls // 2, num_calls - 2, num_calls - 1, num_calls}):
-        out = tmp_path / str(number)
-        killed = run_train(out, *injected(calls, number))
-        assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), killed.stderr
-        again = run_train(out)
-        assert again.returncode == 0, again.stderr
-        assert Ending(out).differences(expected) == [], f"{calls}, number {number} of {num_calls}"

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 import time
 from argparse import Namespace
 from functools import partial
@@ -15,26 +16,38 @@ from scripts import gpu_report, tool
 from scripts.gpu_report import Row
 from settings import config
 from tests.exports import refused
-from tests.ranks import module_rank, run_ranks, tool_rank
+from tests.ranks import run_ranks, tool_rank
+from tests.runs import run_forked
 from tests.started import PLAIN
 
 
-def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder):
+def fork_or_skip(words, **options):
+    if "pytest" in words:  # the tests of a GPU, as where there is none
+        return subprocess.CompletedProcess(words, 5, "", "")
+    return run_forked(words, **options)
+
+
+def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder, monkeypatch, capsys):
     report_file, page = tmp_path / "report.json", tool.ROOT / "docs" / "performance.md"
     argv = ["--device", "cpu", "--model", PLAIN, "--crop", 32, "--batch-size", 2, "--steps", 20, "--json", report_file]
     before = page.read_text()
-    done = run_ranks(module_rank, 1, "scripts.gpu_report", argv, log_folder=tmp_path).check()
-    rows, run = json.loads(report_file.read_text())["rows"], f"{PLAIN}, batch 2, bfloat16, NHWC"
+
+    def report(*more):
+        monkeypatch.setattr("sys.argv", ["gpu_report", *map(str, [*argv, *more])])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            gpu_report.main()
+        return json.loads(report_file.read_text())["rows"]
+
+    monkeypatch.setattr(gpu_report.subprocess, "run", fork_or_skip)
+    rows, run, output = report(), f"{PLAIN}, batch 2, bfloat16, NHWC", capsys.readouterr().out
     bits = "a run of two epochs, and one resumed after the first"
-    assert rows.keys() == {run, "step, float32", bits, "`resnet50-fast16`, made-up images"}, done.output
+    assert rows.keys() == {run, "step, float32", bits, "`resnet50-fast16`, made-up images"}, output
     assert rows[bits] == {"result": "the same bits"}
     assert rows[run].keys() == {"images_per_s", "data_wait", "memory_gib", "first_step_s", "eval_images_per_s"}
-    assert "tests of `-m gpu`: not measured" in done.output
+    assert "tests of `-m gpu`: not measured" in output
     assert page.read_text() == before
     # Rows of real images alone, which keep the others.
-    argv += ["--data-path", image_folder, "--only", "JPEGs"]
-    run_ranks(module_rank, 1, "scripts.gpu_report", argv, log_folder=tmp_path).check()
-    after = json.loads(report_file.read_text())["rows"]
+    after = report("--data-path", image_folder, "--only", "JPEGs")
     assert {name: after[name] for name in rows} == rows
     assert [name.split(", ")[2:4:2] for name in after if name not in rows] == [["JPEGs"]]
 

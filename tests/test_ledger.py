@@ -7,7 +7,8 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from torchvision.datasets.folder import is_image_file
@@ -17,7 +18,8 @@ from files import read_json
 from scripts import ledger
 from tests import tiny
 from tests.ranks import REPOSITORY
-from tests.started import SMALL_ANYWHERE
+from tests.runs import run_forked
+from tests.started import SMALL_ANYWHERE, run_train
 
 
 @pytest.fixture
@@ -28,14 +30,17 @@ def root(tmp_path):
     return tmp_path / "repository"
 
 
-@pytest.fixture
-def finished(started, tmp_path):
-    """The folder of a finished run, as of a commit without changes."""
-    out = started.copy(tmp_path / "runs" / "a")
+def as_committed(out):
     content = read_json(out / "run.json")
     content["environment"]["revision"] = "a" * 40
     (out / "run.json").write_text(json.dumps(content))
     return out
+
+
+@pytest.fixture
+def finished(started, tmp_path):
+    """The folder of a finished run, as of a commit without changes."""
+    return as_committed(started.copy(tmp_path / "runs" / "a"))
 
 
 def add(finished, root, seed, acc1, date=86_400):
@@ -194,18 +199,31 @@ def test_a_record_of_another_form_is_named_in_one_line(finished, root, change):
     assert "old" in (root / "README.md").read_text()
 
 
+def start_python(words, env, **options):
+    """Stand for Popen of train.py or torchrun: fork it, but for what a Python reads while it starts."""
+    is_special = any(env.get(name) != os.environ.get(name) for name in ledger._AVX2) or env["OMP_NUM_THREADS"] != "1"
+    if is_special:
+        return subprocess.Popen(words, env=env, **options)
+    done = run_forked(words, env)
+    options["stdout"].write(done.stdout.encode())
+    return nullcontext(SimpleNamespace(poll=lambda: done.returncode, terminate=list))
+
+
 @pytest.fixture(scope="module")
 def made(image_folder, tmp_path_factory):
     """A record of a run of train.py, whose photographs are those of `image_folder`."""
     folder = tmp_path_factory.mktemp("made")
     command = ["--data-path", image_folder, "--output-dir", folder / "run", "--print-freq", 2, "--epochs", 2]
-    words = [sys.executable, "train.py", *SMALL_ANYWHERE, *command, "--batch-size", 8, "--seed", 5]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(list(map(str, words)), cwd=REPOSITORY, check=True, capture_output=True, env=environ)
-    content = read_json(folder / "run" / "run.json")
-    content["environment"]["revision"] = "a" * 40
-    (folder / "run" / "run.json").write_text(json.dumps(content))
+    run_train(folder, *SMALL_ANYWHERE, *command, "--batch-size", 8, "--seed", 5).check()
+    as_committed(folder / "run")
     return ledger.add_record(folder / "run", "made", folder)
+
+
+@pytest.fixture
+def record(made, tmp_path, monkeypatch):
+    """A copy of it; what runs it again is forked where that makes no difference."""
+    monkeypatch.setattr(ledger, "subprocess", SimpleNamespace(Popen=start_python, STDOUT=subprocess.STDOUT))
+    return shutil.copytree(made, tmp_path / "records" / "made-seed5")
 
 
 def edit(record, name, old, new):
@@ -236,14 +254,12 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_record_is_run_again_and_compared_in_every_bit(made, image_folder, tmp_path, monkeypatch, capsys, change):
-    record, data = tmp_path / "records" / "made-seed5", image_folder
-    shutil.copytree(made, record)
+def test_a_record_is_run_again_and_compared_in_every_bit(record, image_folder, tmp_path, monkeypatch, capsys, change):
     do, code, words = CHANGES[change]
     do(record)
+    data = image_folder
     if change == "the photographs":
-        data = tmp_path / "data"
-        shutil.copytree(image_folder, data)
+        data = shutil.copytree(image_folder, tmp_path / "data")
         path = min((data / "train").rglob("*.jpg"))
         path.write_bytes(path.read_bytes() + b"more")
     if change == "the threads":
@@ -252,9 +268,7 @@ def test_a_record_is_run_again_and_compared_in_every_bit(made, image_folder, tmp
     assert words in capsys.readouterr().out
 
 
-def test_elsewhere_a_records_losses_are_compared_within_its_measured_tolerance(made, image_folder, tmp_path, capsys):
-    record = tmp_path / "made-seed5"
-    shutil.copytree(made, record)
+def test_elsewhere_a_records_losses_are_compared_within_its_measured_tolerance(record, image_folder, capsys):
     criterion = "tests/tiny.py:rise_by_threads"
     edit(record, "recipe.toml", "[optimization]", f'[optimization]\ncriterion = "{criterion}"')
     place = {"data-path": str(image_folder), "criterion": criterion}
@@ -275,13 +289,14 @@ def test_elsewhere_a_records_losses_are_compared_within_its_measured_tolerance(m
     edit(record, "recipe.toml", "seed = 5", "seed = 6")
     assert ledger.verify(record, 2, place) == 1
     assert "the first step's loss is" in capsys.readouterr().out
+    content = read_json(record / "record.json")
+    content["environment"]["cpu"] = "DEFAULT"  # which has no other instructions
+    (record / "record.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="differs: other weights than the record's; the first step's loss is"):
         ledger.measure(record, 2, place)
 
 
-def test_a_record_in_bfloat16_is_not_compared_where_that_is_slow(made, tmp_path, monkeypatch, capsys):
-    record = tmp_path / "made-seed5"
-    shutil.copytree(made, record)
+def test_a_record_in_bfloat16_is_not_compared_where_that_is_slow(record, monkeypatch, capsys):
     edit(record, "recipe.toml", "amp = false", 'amp = true\namp-dtype = "bfloat16"')
     monkeypatch.setattr("distributed.collectives.has_fast_bfloat16", lambda: False)
     assert ledger.verify(record, 2, {}) == 2
@@ -316,9 +331,7 @@ def test_the_repository_is_small_and_holds_neither_photographs_nor_weights():
 
 
 @pytest.mark.dist
-def test_a_record_of_several_processes_that_cannot_run_again_is_answered_with_the_cause(made, tmp_path, capsys):
-    record = tmp_path / "made-seed5"
-    shutil.copytree(made, record)
+def test_a_record_of_several_processes_that_cannot_run_again_is_answered_with_the_cause(record, tmp_path, capsys):
     edit(record, "record.json", '"world_size": 1', '"world_size": 2')
     assert ledger.verify(record, 2, {"data-path": tmp_path / "nowhere"}) == 2
     (line,) = capsys.readouterr().out.splitlines()[1:]
