@@ -207,7 +207,7 @@ def run_scenario(index: int, most: dict[str, int], folder: Path) -> tuple[Counte
     kinds = {
         "crash_points": (Trial.kill_points, Trial.kill),
         "failing_calls": (Trial.failures, Trial.fail),
-        "power_loss": (power_loss.power_losses, power_loss.lose_power),
+        "power_loss": (power_loss.possible_states, power_loss.lose_power),
     }
     for kind, number in most.items():
         find, strike = kinds[kind]

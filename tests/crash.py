@@ -1,8 +1,7 @@
 """Every point at which a run can be killed, and every call that can fail.
 
-The real command line trains a tiny model on made-up images. Its file-system calls are counted. Then it is killed before
-each of them, in the middle of each write and after the last; the same command is given again, as a job script does, and
-the folder has to end like that of an undisturbed run (tests/endings.py). So with every call failing in every way.
+The file-system calls of a command line are counted. Then it is killed before each of them, in the middle of each write
+and after the last, or a call fails; given again, it has to end like an undisturbed run (tests/endings.py).
 """
 
 import errno
@@ -54,10 +53,7 @@ ERRORS = {
 
 
 class Writer:
-    """In place of the thread that writes saves: writes before the run continues, or, late, when the run waits for it.
-
-    So the calls have one order.
-    """
+    """In place of the thread that writes saves, so that the calls have one order: at once, or when the run waits."""
 
     def __init__(self, is_late: bool, *options: Any) -> None:
         self.is_late = is_late
@@ -72,10 +68,7 @@ class Writer:
 
 
 class Handshake:
-    """In place of the queue to a logger's thread: `put` returns once an item has been worked on.
-
-    So the calls have one order.
-    """
+    """In place of the queue to a logger's thread, for the same: `put` returns once an item has been worked on."""
 
     def __init__(self) -> None:
         self.items, self.idle = SimpleQueue(), Semaphore(0)
@@ -95,8 +88,8 @@ class Handshake:
 def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | None, is_late: bool, spoil: tuple) -> None:
     """Prepare the process of a run: watch its calls, note what it saves and resumes, and plan its results.
 
-    `spoil`, functions to call first, break the code under test. Once the save of the position (step, is_evaluated)
-    `stop_at` is made, a kill ends the process.
+    `spoil`, functions, break the code under test. A kill ends it once the position `stop_at` (step, is_evaluated) is
+    saved.
     """
     for each in spoil:
         each()
@@ -141,11 +134,10 @@ class Start(NamedTuple):
     output: str
     log: list
 
-    def calls(self, num_saves: int | None = None) -> list[Call]:
-        """Return the calls, up to some save or all."""
-        ends = [index for index, entry in enumerate(self.log) if entry[0] == "saved"]
-        log = self.log[: ends[num_saves - 1]] if num_saves and num_saves <= len(ends) else self.log
-        return [entry for entry in log if isinstance(entry, Call)]
+    def calls(self, *, up_to_save: bool = False) -> list[Call]:
+        """Return the calls, up to the first save or all."""
+        ends = [index for index, entry in enumerate(self.log) if entry[0] == "saved"] if up_to_save else []
+        return [entry for entry in self.log[: ends[0] if ends else None] if isinstance(entry, Call)]
 
     def notes(self, kind: str) -> list[tuple]:
         """Return the positions (step, is_evaluated) that were noted as `saved` or `resumed`."""
@@ -158,7 +150,7 @@ class Scenario(NamedTuple):
     name: str
     command: list[str]  # beside `OPTIONS`
     prepare: tuple[Callable[["Trial"], None], ...] = ()  # bring the disk into the state that the command is given in
-    num_saves: int | None = 1  # how many saves to look at: later ones are as in other scenarios; None for all
+    is_whole: bool = False  # whether to look beyond the first save: later ones are as in other scenarios
     is_late: bool = False  # as of `Writer`
 
     @property
@@ -195,21 +187,19 @@ THERE = ["--output-dir", "runs/b"]
 OLDER = started("--seed", "1")
 SCENARIOS = [
     # A first start in a new folder, a first save, saves, evaluations that are best and not, a last save that is best.
-    Scenario("new", [*AUTO, "--keep-last", "2"], num_saves=None),
+    Scenario("new", [*AUTO, "--keep-last", "2"], is_whole=True),
     # The same with an average, of which the last evaluation is not the best.
-    Scenario("new with average", [*AUTO, *AVERAGE], num_saves=None),
+    Scenario("new with average", [*AUTO, *AVERAGE], is_whole=True),
     # The same, as far as a run can get before a save that it has begun is on the disk.
-    Scenario("new, saving late", [*AUTO, "--keep-last", "2"], num_saves=None, is_late=True),
-    Scenario("new with average, saving late", [*AUTO, *AVERAGE], num_saves=None, is_late=True),
+    Scenario("new, saving late", [*AUTO, "--keep-last", "2"], is_whole=True, is_late=True),
+    Scenario("new with average, saving late", [*AUTO, *AVERAGE], is_whole=True, is_late=True),
     Scenario("new without resume", []),
     Scenario("finished", AUTO, (started(),)),
     Scenario("interrupted", AUTO, (started(stop_at=(3, False)),)),
     Scenario("overwrite", ["--overwrite"], (started("--seed", "1", *AVERAGE),)),
     Scenario("from elsewhere", [*ELSEWHERE, *AVERAGE], (started(*THERE, *AVERAGE, stop_at=(4, True)),)),
     Scenario("from elsewhere, best elsewhere", ELSEWHERE, (started(*THERE, stop_at=(4, True)),)),
-    Scenario(
-        "from elsewhere, overwriting", [*ELSEWHERE, "--overwrite"], (started(*THERE, stop_at=(4, True)), OLDER)
-    ),
+    Scenario("from elsewhere, overwriting", [*ELSEWHERE, "--overwrite"], (started(*THERE, stop_at=(4, True)), OLDER)),
     Scenario("damaged newest", AUTO, (started(), damaged("checkpoint-00000006.pth", "checkpoint.pth"))),
     Scenario(
         "damaged newest and best", AUTO,
@@ -265,11 +255,10 @@ class Trial:
 
     def kill_points(self) -> list[Trouble]:
         """Return a kill before each changing call, in the middle of each write, and after the last call."""
-        calls = self.recorded.calls(self.scenario.num_saves)
+        calls = self.recorded.calls(up_to_save=not self.scenario.is_whole)
         halves = [call.number for call in calls if call.name == "write" and len(call.content) > 1]
-        return [
-            *(Trouble(number) for number in range(1, len(calls) + 2)),
-            *(Trouble(number, is_half=True) for number in halves),
+        return [Trouble(number) for number in range(1, len(calls) + 2)] + [
+            Trouble(each, is_half=True) for each in halves
         ]
 
     def kill(self, point: Trouble) -> None:
@@ -281,7 +270,7 @@ class Trial:
 
     def failures(self) -> list[Trouble]:
         """Return each call failing in each way, once and from then on; a full disk takes half of a write."""
-        calls = self.start_from_template(NO_TROUBLE, COUNTED_WHEN_FAILING).calls(self.scenario.num_saves)
+        calls = self.start_from_template(NO_TROUBLE, COUNTED_WHEN_FAILING).calls(up_to_save=not self.scenario.is_whole)
         return [
             Trouble(call.number, code, code == errno.ENOSPC and call.name == "write", call.name, lasts)
             for call in calls

@@ -1,12 +1,8 @@
-"""The disks that a power failure may leave.
+"""The disks that a power failure may leave, built from the recorded calls of a run.
 
-A run's file-system calls are recorded with all that they write. What was not synced when the power fails may be on the
-disk or not, in any order, in part or as a whole (Pillai et al., All File Systems Are Not Created Equal, OSDI 2014); so
-each such disk is built, and the same command is given. What a file system may do here is the least that POSIX promises:
-
-- fsync of a file makes its content durable, and not its name;
-- fsync of a folder makes the names in it durable, and not the folder's own;
-- a rename happens as a whole or not at all.
+What was not synced may be on the disk or not, in any order, in part or as a whole (Pillai et al., All File Systems Are
+Not Created Equal, OSDI 2014). What a file system does here is the least that POSIX promises: fsync of a file makes its
+content durable, and not its name; of a folder the names in it, and not its own; a rename happens whole or not at all.
 """
 
 import itertools
@@ -180,10 +176,10 @@ class State(NamedTuple):
         return f"after {self.after}, leaving {sizes}"
 
 
-def possible_states(template: Path, log: list) -> list[State]:
+def possible_states(trial: Trial, log: list | None = None) -> list[State]:
     """Return the different disks that a power failure may leave, each with the most that had been announced by then."""
-    disk, saved, found, last = Disk(template), [], {}, ()
-    for entry in [*log, None]:
+    disk, saved, found, last = Disk(trial.template), [], {}, ()
+    for entry in [*(log or trial.recorded.log), None]:
         for image in disk.images():
             found[identity(image)] = State(image, list(saved), last)  # a later one has more announced
         if isinstance(entry, Call):
@@ -203,7 +199,6 @@ def identity(image: dict) -> frozenset:
 
 
 def write_image(image: dict, folder: Path) -> None:
-    """Make a disk what an image says."""
     shutil.rmtree(folder)
     folder.mkdir()
     made = {}
@@ -221,8 +216,3 @@ def lose_power(trial: Trial, state: State) -> None:
     """Give the command on a disk that a power failure has left, and compare."""
     write_image(state.image, trial.disk)
     trial.recover(Start(0, "", state.saved))
-
-
-def power_losses(trial: Trial) -> list[State]:
-    """Return each disk that a power failure may leave in a scenario."""
-    return possible_states(trial.template, trial.recorded.log)

@@ -36,7 +36,7 @@ def test_a_disk_that_syncs_nothing_is_found(tmp_path):
     trial = Trial(SCENARIOS[0], tmp_path / "trial")
     log = [entry for entry in trial.recorded.log if not (isinstance(entry, Call) and entry.name == "fsync")]
     log = log[: 1 + next(number for number, entry in enumerate(log) if entry[0] == "saved")]
-    bare = [state for state in possible_states(trial.template, log) if state.saved and not state.image]
+    bare = [state for state in possible_states(trial, log) if state.saved and not state.image]
     trial.attempt("power_loss", lose_power, bare[0])
     assert trial.counts["lost"] == 1, trial.problems
 

@@ -2,7 +2,9 @@
 
 import io
 import os
+import re
 import subprocess
+import time
 import warnings
 import zipfile
 
@@ -28,42 +30,23 @@ from tests.started import refused, run_train
 def test_a_short_round_finds_nothing(tmp_path):
     argv, quiet = ["--cases", 80, "--seed", 1], (warnings.simplefilter, "ignore")
     done = run_ranks(module_rank, 1, "tests.fuzz", argv, quiet, log_folder=tmp_path).check()
-    assert "cases=80" in done.output
-    assert "wrong=0" in done.output
-
-
-def case_that_ends_in_a_traceback(bench, folder, rng):
-    raise KeyError("x")
-
-
-def case_that_writes_outside(bench, folder, rng):
-    (folder.parent / "outside").touch()
-
-
-def case_that_starts_a_program(bench, folder, rng):
-    subprocess.run(["/nowhere/gs", "--version"], check=False)
-
-
-def case_that_hangs(bench, folder, rng):
-    while True:
-        pass
-
-
-def case_that_dies(bench, folder, rng):
-    os._exit(3)
+    assert re.search("cases=80 .*wrong=0", done.output)
 
 
 FOUND = {
-    case_that_ends_in_a_traceback: "KeyError", case_that_writes_outside: "changed ",
-    case_that_starts_a_program: "started ", case_that_hangs: "over 1 s", case_that_dies: "ended the process",
-}  # fmt: skip
+    "KeyError": lambda _, folder, rng: {}["x"],
+    "changed ": lambda _, folder, rng: (folder.parent / "outside").touch(),
+    "started ": lambda _, folder, rng: subprocess.run(["/nowhere/gs", "--version"], check=False),
+    "over 1 s": lambda _, folder, rng: time.sleep(9),
+    "ended the process": lambda _, folder, rng: os._exit(3),
+}
 
 
-@pytest.mark.parametrize("kind", FOUND)
-def test_the_fuzzer_would_see_it(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
+@pytest.mark.parametrize("words", FOUND)
+def test_the_fuzzer_would_see_it(tmp_path, monkeypatch, words):
+    monkeypatch.setattr(fuzz, "KINDS", {FOUND[words]: 1})
     monkeypatch.setattr(fuzz, "LIMIT_S", 1)
-    assert FOUND[kind] in fuzz.run_case(None, 0, 0, tmp_path)
+    assert words in fuzz.run_case(None, 0, 0, tmp_path)
 
 
 WRONG_FIELDS = {
@@ -118,8 +101,7 @@ def test_a_value_that_unfolds_to_more_than_memory_is_refused_at_once():
 
 
 def test_tensors_of_another_model_are_refused_in_one_line(started, tmp_path):
-    out = started.copy(tmp_path / "out")
-    state = load_checkpoint(out / "checkpoint.pth", "it")
+    state = load_checkpoint(started.out / "checkpoint.pth", "it")
     state["model"]["conv1.0.weight"] = torch.zeros(3)
     torch.save(state, tmp_path / "other.pth")
     outcome = started.go_on(tmp_path, tmp_path / "new", "--resume", tmp_path / "other.pth", "--allow-change", "epochs")
@@ -130,15 +112,13 @@ def test_tensors_of_another_model_are_refused_in_one_line(started, tmp_path):
 
 def test_options_of_a_checkpoint_to_evaluate_are_checked(started, tmp_path):
     state = load_checkpoint(started.out / "checkpoint.pth", "it")
-    for value in ("x", -5, 10**9):
+    place = started.argv.index("--val-crop-size")
+    argv = [*started.argv[:place], *started.argv[place + 2 :], "--test-only", "--resume", tmp_path / "other.pth"]
+    for value in ("x", -5):
         state["args"]["val_crop_size"] = value
         torch.save(state, tmp_path / "other.pth")
-        place = started.argv.index("--val-crop-size")
-        argv = started.argv[:place] + started.argv[place + 2 :]
-        refused(run_train(tmp_path, *argv, "--test-only", "--resume", tmp_path / "other.pth"), "--val-crop-size")
-    state["args"] |= {"val_crop_size": 32, "val_resize_size": -5}
-    torch.save(state, tmp_path / "other.pth")
-    with pytest.raises(UserError, match=r"other\.pth: --val-resize-size -5: expected"):
+        refused(run_train(tmp_path, *argv), "--val-crop-size")
+    with pytest.raises(UserError, match=r"other\.pth: --val-crop-size -5: expected"):
         open_trained(str(tmp_path / "other.pth"))
     assert not BY_NAME["val_crop_size"].is_value(torch.zeros(3))
 
@@ -173,12 +153,10 @@ def test_an_archive_that_torch_does_not_write_is_refused(kind):
 def test_a_sparse_file_is_refused_unread(tmp_path):
     path = tmp_path / "checkpoint.pth"
     torch.save(state_at(3), path)
-    os.truncate(path, 200 << 30)
-    with pytest.raises(UserError, match="and this machine"):
-        read_checkpoint(path, "it")
-    os.truncate(path, 1 << 29)
-    with pytest.raises(UserError, match="it is damaged"):
-        read_checkpoint(path, "it")
+    for size, words in ((200 << 30, "and this machine"), (1 << 29, "it is damaged")):
+        os.truncate(path, size)
+        with pytest.raises(UserError, match=words):
+            read_checkpoint(path, "it")
 
 
 def test_weights_that_claim_more_than_is_stored_are_refused(tmp_path):
@@ -200,9 +178,8 @@ def test_a_size_that_a_model_cannot_take_is_refused_before_it_is_used(model, siz
     sizes = [f"--{split}-crop-size={size}" for split in ("train", "val")]
     args = config.parse_args(["--synthetic", "--model", model, *sizes, "--batch-size", "2"])
     if is_refused:
-        with pytest.raises(UserError, match=f"--model {model} cannot .* --(train|val)-crop-size {size}") as error:
+        with pytest.raises(UserError, match=f"--model {model} cannot .* --(train|val)-crop-size {size}"):
             check_model(args)
-        assert error.value.exit_code == 2
         return
     check_model(args)
     build_model(args, 4)(torch.zeros(2, 3, size, size))

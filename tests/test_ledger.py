@@ -60,11 +60,10 @@ def test_a_record_is_the_run_without_its_machine(finished, root):
     out = add(finished, root, 3, 50.0)
     assert out.name == "digits-1-days-seed3"
     record, run = read_json(out / "record.json"), read_json(finished / "run.json")
-    assert (record["seed"], record["date"], record["environment"]) == (3, "1970-01-02", run["environment"])
+    assert (record["seed"], record["date"]) == (3, "1970-01-02")
+    assert [record[name] for name in ("environment", "processor")] == [run["environment"], run["processor"]]
     assert (record["results"]["val"]["acc1"], record["results"]["val"]["n"]) == (50.0, 7)
     assert record["hours"] > 0
-    assert record["processor"] == run["processor"]
-    assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][-1]["acc1"] == 50.0
     text = "".join(path.read_text() for path in out.iterdir())
     assert str(finished.parent.parent) not in text
     assert "--data-path images" in (out / "log.txt").read_text()
@@ -84,14 +83,6 @@ def test_a_row_holds_the_mean_and_the_range_of_its_seeds_and_the_newest_is_first
     assert all((root / "records" / link).is_file() for link in links)
 
 
-def test_a_record_that_was_cut_off_is_none(finished, root):
-    (root / "records" / "digits-1-days-seed0" / "log.txt").mkdir(parents=True)  # so that the file cannot be written
-    with pytest.raises(OSError, match=r"log\.txt"):
-        add(finished, root, 0, 50.0)
-    ledger.write_tables(root)
-    assert "old" not in (root / "README.md").read_text()
-
-
 def test_runs_of_one_claim_differ_in_the_seed_alone(finished, root):
     add(finished, root, 0, 50.0)
     recipe = (finished / "recipe.toml").read_text()
@@ -99,22 +90,19 @@ def test_runs_of_one_claim_differ_in_the_seed_alone(finished, root):
     with pytest.raises(UserError, match="seed0 and digits-1-days-seed1 differ in more than the seed"):
         add(finished, root, 1, 60.0)
     assert [path.name for path in (root / "records").iterdir()] == ["digits-1-days-seed0"]
-    ledger.write_tables(root)
 
 
 def test_each_kind_of_processor_is_a_row_and_each_claim_a_folder(finished, root):
     add(finished, root, 0, 50.0)
-    run = (finished / "run.json").read_text()
-    (finished / "run.json").write_text(re.sub('"cpu": "[^"]*"', '"cpu": "AVX1"', run))
+    edit(finished, "run.json", '"cpu": "', '"cpu": "AVX1 ')
     for acc1 in (60.0, 70.0):  # the second replaces the first
         assert add(finished, root, 0, acc1).name.startswith("digits-1-days-seed0-")
-    metrics = (finished / "metrics.jsonl").read_text().replace('"acc1"', '"map"')  # as of several labels
-    (finished / "metrics.jsonl").write_text(metrics)
+    edit(finished, "metrics.jsonl", '"acc1": 70.0', '"map": 70.0')  # as of several labels
     ledger.add_record(finished, "digits: 1 days", root / "records")
     ledger.write_tables(root)
     lines = (root / "records" / "README.md").read_text().splitlines()
-    rows = sorted([*line.split(" | ")[:2], "AVX1" in line] for line in lines if line.startswith("| digits"))
-    assert [row[1:] for row in rows] == [["50.00", False], ["70.00", True], ["mAP 70.00", True]]
+    rows = sorted([*line.split(" | ")[1:2], "AVX1" in line] for line in lines if line.startswith("| digits"))
+    assert rows == [["50.00", False], ["70.00", True], ["mAP 70.00", True]]
 
 
 @pytest.mark.parametrize("change", [
@@ -138,9 +126,7 @@ def write_log(path, command, *results):
 @pytest.fixture
 def committed(monkeypatch):
     """As if this checkout had no changes."""
-    revisions = ["b" * 40]
-    monkeypatch.setattr("checkpointing.guard.describe_revision", lambda folder: revisions[0])
-    return revisions
+    monkeypatch.setattr("checkpointing.guard.describe_revision", lambda folder: "b" * 40)
 
 
 def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(root, tmp_path, committed):
@@ -161,15 +147,9 @@ def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(roo
     assert ["| Lite", "90.50", ""] in rows
     assert ["| theirs", "51.00 (50.00 to 52.00, 2 seeds)", "1h00m"] in rows
     assert "Lite" not in (root / "README.md").read_text()
-    few = write_log(tmp_path / "few.log", "a", "Test: Acc@1 70.5 loss 0.7 n=4")
-    few = ledger.add_record(few, "few", root / "records")
-    assert read_json(few / "record.json")["results"] == {"val": {"acc1": 70.5, "n": 4.0}}
     other = write_log(tmp_path / "b.log", "python -c 'torch.manual_seed(2)' --lr 0.2", "Test:  Acc@1 9.0 Acc@5 9.0")
     with pytest.raises(UserError, match="differ in more than the seed"):
         ledger.add_record(other, "theirs", root / "records")
-    committed[0] += "-dirty"
-    with pytest.raises(UserError, match="files had changed since the commit"):
-        ledger.add_record(other, "dirty", root / "records")
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -188,8 +168,8 @@ def test_a_log_or_a_claim_that_no_row_can_show_leaves_no_record(root, tmp_path, 
 
 
 @pytest.mark.parametrize("change", [
-    {}, {"claim": 3}, {"claim": "a\n| b"}, {"command": None}, {"seed": "<b>"}, {"processor": "a|b"}, {"date": None},
-    {"results": {"val": {"acc1": float("nan")}}}, {"results": {}}, {"environment": {}}, {"hours": "x"},
+    {}, {"claim": "a\n| b"}, {"command": None}, {"seed": "<b>"}, {"processor": "a|b"}, {"hours": "x"},
+    {"results": {"val": {"acc1": float("nan")}}}, {"environment": {}},
 ])  # fmt: skip
 def test_a_record_of_another_form_is_named_in_one_line(finished, root, change):
     path = add(finished, root, 0, 50.0) / "record.json"
@@ -228,9 +208,8 @@ def record(made, tmp_path, monkeypatch):
 
 def edit(record, name, old, new):
     """Replace text in a file of a record, where it comes first."""
-    text = (record / name).read_text()
-    assert old in text
-    (record / name).write_text(text.replace(old, new, 1))
+    before, _, after = (record / name).read_text().partition(old)
+    (record / name).write_text(f"{before}{new}{after}")
 
 
 def first_loss(record):
@@ -239,16 +218,12 @@ def first_loss(record):
 
 CHANGES = {
     "the seed of the recipe": (lambda record: edit(record, "recipe.toml", "seed = 5", "seed = 6"), 1, "seed is 5"),
-    "the seed": (lambda record: edit(record, "record.json", '"seed": 5', '"seed": 6'), 1, "seed is 6"),
     "the rate": (lambda record: edit(record, "recipe.toml", "lr = 0.1", "lr = 0.2"), 1, "step 2: loss is"),
     "a loss": (lambda record: edit(record, "metrics.jsonl", first_loss(record), "0.5"), 1, "step 2: loss is 0.5"),
     "the photographs": (lambda record: None, 1, "other photographs than the record's"),
     "the threads": (lambda record: None, 0, "equal in 4 steps: every bit"),
     "another torch": (lambda record: edit(record, "record.json", '"torch": "', '"torch": "1'), 2, "has no tolerance"),
     "no environment": (lambda record: edit(record, "record.json", '"environment"', '"x"'), 2, "not as scripts.ledger"),
-    "a tolerance in words": (
-        lambda record: edit(record, "record.json", '"seed"', '"tolerance": "x", "seed"'), 2, "not as scripts.ledger",
-    ),
     "no metrics": (lambda record: (record / "metrics.jsonl").unlink(), 2, "no record of a training run"),
 }  # fmt: skip
 
@@ -260,8 +235,8 @@ def test_a_record_is_run_again_and_compared_in_every_bit(record, image_folder, t
     data = image_folder
     if change == "the photographs":
         data = shutil.copytree(image_folder, tmp_path / "data")
-        path = min((data / "train").rglob("*.jpg"))
-        path.write_bytes(path.read_bytes() + b"more")
+        with open(min((data / "train").rglob("*.jpg")), "ab") as file:
+            file.write(b"more")
     if change == "the threads":
         monkeypatch.setenv("OMP_NUM_THREADS", "2")  # the record's count instead
     assert ledger.verify(record, 3, {"data-path": str(data), "weights": "none.pth"}) == code

@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from checkpointing.folder import OWN_FILES
 from errors import UserError
 from scripts.report import (
     LoggedRun,
@@ -24,8 +23,7 @@ from scripts.report import (
     where_time_went,
     write_report,
 )
-from tests.exports import refused
-from tests.ranks import REPOSITORY, run_ranks, tool_rank
+from tests.ranks import REPOSITORY
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
 COUNTS = {
@@ -58,17 +56,12 @@ def write_run(folder, seed=0, lr=0.1, factor=1.0, fold=0, weights=""):
     """Write the files of a run of two epochs of ten steps by hand."""
     folder.mkdir()
     values = [(step, 100 / step * factor) for step in (1, 10, 11, 20)]
-    records = [
-        {"kind": "train", "step": step, "epoch": (step - 1) // 10, "loss": loss, "lr": lr, "hours": step / 8, "time": 1}
-        for step, loss in values
-    ]
-    records += [
-        {"kind": "epoch", "step": step, "epoch": step // 10 - 1, "loss": loss, "time": 1, "hours": step / 8}
-        for step, loss in [(10, 30.0), (20, 7.0)]
-    ]
+    records = [{"kind": "train", "step": step, "loss": loss, "lr": lr} for step, loss in values]
+    records += [{"kind": "epoch", "step": step, "loss": loss} for step, loss in [(10, 30.0), (20, 7.0)]]
     for step, kind in itertools.product((10, 20), ("val", "val_ema")):
-        results = {"loss": 2.0, "acc1": step * factor}
-        records += [{"kind": kind, "step": step, "epoch": step // 10 - 1, **results, "time": 1.0, "hours": step / 8}]
+        records += [{"kind": kind, "step": step, "loss": 2.0, "acc1": step * factor}]
+    for record in records:
+        record |= {"epoch": (record["step"] - 1) // 10, "hours": record["step"] / 8, "time": 1.0}
     records.sort(key=lambda record: record["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "recipe.toml").write_text(f'title = "t"\n[optimization]\nlr = {lr}\nseed = {seed}\n')
@@ -89,8 +82,10 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
     (run / "run.json").write_text('{"host": "h1", "environment": {"torch": "9.9"}, "args": {"lr": 1}}')
     path = write_report([run])
     assert path == run / "report.html"
-    assert OWN_FILES.fullmatch(path.name)
     assert not re.search(r"https?:|url\(|<link", path.read_text())
+    # It can be read on a telephone, and in the dark.
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in path.read_text()
+    assert "prefers-color-scheme: dark" in path.read_text()
     page = Cells(path.read_text())
     head = next(row for row in page.rows if row[0] == "epoch")
     body = [row for row in page.rows if len(row) == len(head) and row != head]
@@ -111,7 +106,6 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
     place = page.rows.index(["file", "class", "predicted", "confidence"])
     assert page.rows[place + 1] == ["cat/a<b.jpg", "cat", "dog", "87.5%"]
     assert "validation, after step 10: best.pth" in path.read_text()
-    assert "" not in [cell for row in page.rows for cell in row]
     loaded = [attrs[name] for _, attrs in page.tags for name in ("src", "href") if name in attrs]
     assert all(address.startswith(("data:image/png;base64,", "data:image/svg+xml;base64,")) for address in loaded)
     assert not [tag for tag, _ in page.tags if tag == "script"]
@@ -133,15 +127,9 @@ def test_the_result_is_by_the_metric_that_chose_the_best(tmp_path):
 def test_confusion_is_that_of_the_counts():
     (confusion,) = draw_confusion(["cat", "dog"], [[3, 1, 0], [0, 4, 0]], "title").axes
     assert confusion.images[0].get_array().tolist() == [[0.75, 0.25], [0.0, 1.0]]  # no column without a count
-    assert [text.get_text() for text in confusion.texts] == ["3", "1", "4"]
     (confusion,) = draw_confusion(["cat", "dog"], [[2, 1, 1], [0, 4, 0]], "title").axes
     assert confusion.images[0].get_array().tolist() == [[0.5, 0.25, 0.25], [0.0, 1.0, 0.0]]
     assert [text.get_text() for text in confusion.get_xticklabels()] == ["cat", "dog", "other"]
-
-
-def test_a_constant_rate_is_drawn_above_zero(tmp_path):
-    figures = draw_curves({"a": [LoggedRun(write_run(tmp_path / "run"))]})
-    assert figures["lr"].axes[0].get_ylim()[0] == 0
 
 
 def test_axes_have_round_marks_and_no_share_below_zero(tmp_path):
@@ -161,22 +149,14 @@ def test_axes_have_round_marks_and_no_share_below_zero(tmp_path):
         assert all(re.fullmatch(r"[\d.]+", mark) for mark in marks), marks
         assert not axis.yaxis.get_offset_text().get_text()
         assert name == "loss" or low >= 0
+        assert name != "lr" or low == 0  # a constant rate is drawn above zero
         for band in axis.collections:
             assert band.get_paths()[0].vertices[:, 1].min() >= 0
 
 
-def test_a_page_can_be_read_on_a_telephone_and_in_the_dark(tmp_path):
-    text = write_report([write_run(tmp_path / "run")]).read_text()
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-    assert "prefers-color-scheme: dark" in text
-    assert text.count('alt="curves of ') == len(draw_curves({"a": [LoggedRun(tmp_path / "run")]}))
-
-
 def test_groups_are_called_by_what_their_runs_have_in_common():
     assert name_group(["runs/a-seed0", "runs/a-seed1"]) == "runs/a-seed (2 runs)"
-    assert name_group(["runs/a=1", "runs/a=12"]) == "runs/a (2 runs)"
     assert name_group(["runs/a", "runs/b"]) == "runs/a, runs/b"
-    assert name_group(["runs/a"]) == "runs/a"
 
 
 def test_whatever_a_run_holds_is_escaped(tmp_path):
@@ -199,7 +179,6 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
     groups = group_seeds(runs)
     figures = draw_curves(groups)
     losses, accuracies = (figures[name].axes[0] for name in ("loss", "acc1"))
-    assert (losses.get_title(), accuracies.get_title()) == ("loss", "Acc@1, %")
     assert list(losses.lines[0].get_xdata()) == [0.1, 1, 1.1, 2]  # epochs of training
     assert [[run.folder.name for run in group] for group in groups.values()] == [["s0", "s1", "s2"], ["other"]]
     mean, deviation = statistics.fmean(factors) * 20, statistics.stdev(factors) * 20
@@ -212,8 +191,7 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
         ["20", "val", "2", "2h30m", "0.1", "0"], ["20", "val", "2", "2h30m", "0.2", "0"],
     ]  # fmt: skip
     page = Cells("".join([describe_settings(groups), *compare_runs(groups).values()]))
-    assert ["s (3 runs)"[-8:], "3"] == [page.rows[1][0][-8:], page.rows[1][1]]
-    assert page.rows[1][2] == f"{mean:.3f} \u00b1 {deviation:.3f}"
+    assert page.rows[1][1:3] == ["3", f"{mean:.3f} \u00b1 {deviation:.3f}"]
     assert page.rows[2][2] == "20.000"  # one run has no deviation; the best setting comes first
     assert next(row[2:] for row in page.rows if row[1:2] == ["val acc1"]) == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
 
@@ -262,9 +240,6 @@ def test_numbers_and_names_that_cannot_be_drawn_are_left_out_or_cut(tmp_path):
     records = [{**first, "loss": loss} for loss in (1.7e308, -1.7e308)] + others
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert write_report([run]).stat().st_size < 2e6
-    (run / "run.json").write_text('{"a":' * 900 + "1" + "}" * 900)
-    done = run_ranks(tool_rank, 1, "report", [run], log_folder=tmp_path)
-    assert done.codes == [0] or "nested" in refused(done, "report")  # how deep is too deep depends on Python
 
 
 def test_damaged_lines_and_odd_files_are_passed_over(tmp_path):

@@ -36,7 +36,6 @@ FORBIDDEN_CALLS = {
 
 # What opens an image in any format that Pillow knows, unless the call says which ones, or how.
 OPENERS = (".Image.open", ".ImageFolder", ".DatasetFolder", ".pil_loader", ".default_loader")
-
 # The one class beyond plain data that a file of weights may hold: it has attributes and no code.
 NAMESPACE = "torch.serialization.safe_globals([argparse.Namespace])"
 
@@ -151,10 +150,9 @@ def test_hostile_files_are_refused_even_where_the_environment_says_otherwise(mon
     torch.save({"format": 1, "model": Hostile(executed)}, path)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    with pytest.raises(UserError, match="contains code"):
-        load_checkpoint(path, "hostile.pth")
-    with pytest.raises(UserError, match="contains code"):
-        load_weights(path)
+    for read in (lambda path: load_checkpoint(path, "hostile.pth"), load_weights):
+        with pytest.raises(UserError, match="contains code"):
+            read(path)
     args = types.SimpleNamespace(model="resnet18", weights="IMAGENET1K_V1")
     with pytest.raises(UserError, match="in torch's cache is damaged or contains code and was refused; remove it"):
         train.start_weights(args, None)
