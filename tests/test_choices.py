@@ -89,9 +89,6 @@ def test_the_focal_loss_is_that_of_its_formula(gamma, smoothing, is_soft):
     assert criterion(scores, given).item() == pytest.approx(focal(scores, smooth, gamma, weights), rel=1e-5)
     with torch.no_grad():  # losses of evaluations are comparable
         assert criterion(scores, given).item() == pytest.approx(focal(scores, smooth, gamma, [1.0] * 4), rel=1e-5)
-    if gamma == 0:
-        plain = torch.nn.CrossEntropyLoss(torch.tensor(weights), label_smoothing=0)(scores, torch.tensor(smooth))
-        assert criterion(scores, given).item() == pytest.approx(plain.item(), rel=1e-5)
 
 
 def test_the_gradient_of_the_focal_loss_is_finite_for_an_image_that_is_certain():

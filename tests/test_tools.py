@@ -34,27 +34,20 @@ def run(tmp_path: Path, name: str, *argv, largest_file=None) -> Outcome:
         # An output replaces no file of another kind.
         (evaluate, "x.pth --set val=. --json a.pth", "a.pth is there already, and only files named *.json"),
         (evaluate, "x.pth --set val=. --predictions a.pth", "only files named *.csv"),
-        (check, ". --json a.pth", "only files named *.json"),
         (report, ". --out a.pth", "only files named *.html"),
         (benchmark, "step --json a.pth", "only files named *.json"),
         (make_digits, ".", "a.pth is not one of these digits, and stays"),
         # An empty path is not the current folder.
         (make_digits, "''", "expected a path, and it is empty"),
-        (prepare, "'' out", "expected a path, and it is empty"),
-        (pack, "--short-side 9 --data-path . ''", "expected a path, and it is empty"),
         (prepare, ". s3://me@bucket/out", "argument OUT: expected a local path, not an address"),
         (evaluate, "x.pth --set val=. --html s3://me@bucket/a.html", "--html: expected a local path, not an address"),
         (make_digits, "digits --gpu 0", "unrecognized argument"),
-        (check, "nowhere", "is not a folder"),
         (check, "train", "has no train/"),
         (check, ". --expect-train many", "--expect-train"),
         (check, ". --workers 100000", "--workers 100000"),
-        (benchmark, "loader", "--data-path"),
         (benchmark, "step --rounds 0", "--rounds"),
         (benchmark, "step --json no/figures", "--json"),
         (benchmark, "step --modle x", "--model"),
-        (benchmark, "saving", "COMMAND"),
-        (benchmark, "loader --data-path . --against tim", "invalid choice: 'tim'"),
         (benchmark, "loader --data-path . --against timm --cores 0", "--cores"),
         (pack, "out --data-path in --short-side 9 --pretrained", "unrecognized argument"),
     ],
@@ -101,12 +94,8 @@ def assert_mean(path, paths):
     found, states = weights_in(path), [weights_in(path) for path in paths]
     assert list(found) == list(states[0])
     for name, tensor in found.items():
-        if tensor.is_floating_point():
-            each = [state[name].numpy() for state in states]
-            expected = numpy.mean(each, axis=0, dtype="float64").astype("float32")
-        else:
-            expected = sum(int(state[name]) for state in states) // len(states)
-        assert numpy.array_equal(tensor.numpy(), expected), name
+        mean = numpy.mean([state[name].numpy() for state in states], axis=0, dtype="float64")
+        assert numpy.array_equal(tensor.numpy(), mean.astype(tensor.numpy().dtype)), name
 
 
 def test_a_runs_last_checkpoints_are_averaged(started, tmp_path):
@@ -116,9 +105,7 @@ def test_a_runs_last_checkpoints_are_averaged(started, tmp_path):
     assert "--reestimate-bn DATA_PATH" in outcome.output
     assert_mean(output, paths)
     trained = open_trained(str(output))
-    assert trained.args.model == "timm/tiny_test"
-    assert (trained.args.val_crop_size, trained.args.val_resize_size) == (32, 32)
-    assert trained.classes == ["class0", "class1", "class2"]
+    assert (trained.args.model, trained.args.val_crop_size, len(trained.classes)) == ("timm/tiny_test", 32, 3)
     assert torch.load(output, weights_only=True)["averaged"] == list(map(str, paths))
     # Training starts from it, and no run goes on from it.
     argv = [*started.argv, "--epochs", 1]
@@ -129,9 +116,7 @@ def test_a_runs_last_checkpoints_are_averaged(started, tmp_path):
 
 def test_the_average_of_one_file_is_that_file_in_our_form(tmp_path):
     model = torchvision.models.mnasnet0_5(num_classes=3)
-    args = Namespace(
-        model="mnasnet0_5", interpolation="bilinear", val_crop_size=192, val_resize_size=200, nested={1: 2}
-    )
+    args = Namespace(model="mnasnet0_5", val_crop_size=192, val_resize_size=200, nested={1: 2})
     torch.save({"model": model.state_dict(), "epoch": 3, "args": args}, tmp_path / "torchvisions.pth")
     wrapped = torch.nn.DataParallel(model).state_dict()
     torch.save({"arch": "mnasnet0_5", "state_dict": wrapped, "best_acc1": 1.0}, tmp_path / "examples.pth")
@@ -161,14 +146,11 @@ def test_checkpoints_that_cannot_be_averaged(tmp_path):
         ([first, tmp_path / "model.pth"], "in its model"),
         ([first, tmp_path / "shape.pth"], "has different weights than"),
         ([first, tmp_path / "classes.pth"], "in its classes"),
-        ([first, tmp_path / "missing.pth"], "missing.pth: no such file"),
         ([first, "--images", 5], "--images has no effect without --reestimate-bn"),
         ([first, folder / "best.pth"], "is the same file as"),
         ([folder, "--last", 5], "holds 2 numbered checkpoints, fewer than --last 5"),
         ([folder, "--last", 2, "--output", folder / "best_ema.pth"], "a run's own checkpoints have such names"),
-        ([folder, "--last", 2, "--output", tmp_path / "no" / "a.pth"], "expected a file in a folder that is there"),
         ([tmp_path / "shape.pth", "--output", tmp_path / "shape.pth"], "is one of the files"),
-        ([first, "--output", tmp_path / "a.safetensors"], "give a name such as a.pth"),
     ]:
         assert words in refused(run(tmp_path, "average", "--output", output, *argv), "average")
     assert not output.exists()
@@ -192,7 +174,6 @@ def test_statistics_are_those_of_torchs_own_update(started, image_folder, tmp_pa
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)  # pixels are normalised in another order
         moved |= set() if torch.equal(found[name], before[name]) else {name.rsplit(".", 1)[-1]}
     assert moved == {"running_mean", "running_var", "num_batches_tracked"}
-    assert open_trained(str(output)).classes == ["class0", "class1", "class2"]
     again = tmp_path / "again.pth"
     run(tmp_path, "average", *command, again, "--images", 31).check()
     assert again.read_bytes() == output.read_bytes()
@@ -229,7 +210,6 @@ def test_statistics_that_cannot_be_estimated(started, image_folder, tmp_path):
     for argv, words in [
         ([tmp_path / "plain.pth", *command, image_folder], "squeezenet1_1 has no BatchNorm"),
         ([tmp_path / "huge.pth", *command, image_folder], "its statistics are not finite"),
-        ([checkpoint, *command, image_folder, "--output", checkpoint], "a run's own checkpoints have such names"),
     ]:
         assert words in refused(run(tmp_path, "average", *argv), "average")
     full = run(tmp_path, "average", checkpoint, *command, image_folder, largest_file=1000)

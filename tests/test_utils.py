@@ -16,9 +16,7 @@ def test_meters_are_empty_weighted_and_take_numbers_and_tensors():
     assert str(meter) == "0.0 0.0 0.000 0.0 0.0"
     meter.update(1.0, n=3)
     meter.update(torch.tensor([5.0], dtype=torch.float64), n=1)
-    assert (meter.total, meter.count, meter.global_avg, meter.avg) == (8.0, 4, 2.0, 3.0)
-    assert str(meter) == "1.0 3.0 2.000 5.0 5.0"
-    assert isinstance(meter.value, float)
+    assert (meter.total, meter.count, str(meter)) == (8.0, 4, "1.0 3.0 2.000 5.0 5.0")
 
 
 @pytest.mark.parametrize(("start", "count", "print_freq"), [(0, 10, 4), (0, 9, 4), (0, 1, 100), (6, 5, 4), (3, 1, 1)])
@@ -62,9 +60,7 @@ def check_processes(rank, world_size, folder):
     total = utils.reduce_across_processes(2**24 + 1)
     assert (total.item(), total.dtype) == (world_size * (2**24 + 1), torch.int64)
     mixed = torch.tensor([2.0**53 - 2, 1e-300], dtype=torch.float64) if rank == 0 else torch.zeros(2).double()
-    total = utils.reduce_across_processes(mixed)
-    assert total.tolist() == [2.0**53 - 2, 1e-300]
-    assert total.dtype == torch.float64
+    assert utils.reduce_across_processes(mixed).tolist() == [2.0**53 - 2, 1e-300]
     assert utils.reduce_across_processes([0.1 if rank == 0 else 0.0, 0.0]).tolist() == [0.1, 0.0]
 
 

@@ -94,9 +94,7 @@ def test_from_archives_to_predictions(tmp_path):
         name: pytest.approx(100 * hits.double().mean().item()) for name, hits in expected.items()
     }
     (tmp_path / "photos").mkdir()
-    for path in val[:3]:
-        shutil.copy(path, tmp_path / "photos")
-    photos = sorted((tmp_path / "photos").iterdir())
+    photos = sorted(shutil.copy(path, tmp_path / "photos") for path in val[:3])
     probabilities = plain_scores(tmp_path, photos).softmax(1)
     exported = [path for path in sorted((tmp_path / "published").iterdir()) if path.suffix != ".json"]
     assert {path.suffix for path in exported} == {".pth", ".safetensors", ".onnx", ".pt2"}
