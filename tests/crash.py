@@ -173,10 +173,10 @@ def damaged(*names: str) -> Callable[["Trial"], None]:
     """Return what cuts files in half, though not what else is linked to them."""
 
     def prepare(trial: "Trial") -> None:
-        for name in names:
-            content = (trial.out / name).read_bytes()
-            (trial.out / name).unlink()
-            (trial.out / name).write_bytes(content[: len(content) // 2])
+        for path in (trial.out / name for name in names):
+            content = path.read_bytes()
+            path.unlink()
+            path.write_bytes(content[: len(content) // 2])
 
     return prepare
 

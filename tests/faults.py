@@ -1,7 +1,7 @@
 """Faults of a run and their required outcomes: the table of tests/test_faults.py, from which `make chaos` samples.
 
-A fault is put into real processes from outside. The run then ends with the exit code and the state in status.json that
-the table says, and resumed on another number of processes it ends with the weights and records of an undisturbed run.
+The run ends with the exit code and the state in status.json that the table says, and resumed on another number of
+processes it ends with the weights and records of an undisturbed run.
 """
 
 import errno
@@ -47,30 +47,20 @@ def at_step(act: Callable[[], Any], number: int | None = None) -> None:
     torch.optim.SGD.step = wrapped
 
 
-def raise_unexpectedly(number: int) -> None:
-    """Raise in a step, as running out of a GPU's memory would."""
-
-    def act():
-        raise RuntimeError("a surprise")
-
-    at_step(act, number)
+def fail() -> None:
+    raise RuntimeError("a surprise")
 
 
 def spoil_a_loss(rank: int, number: int) -> None:
     """Make the n-th loss of a rank not a number."""
     import train
 
-    build, calls = train.build_loss, []
+    build, numbers = train.build_loss, itertools.count(1)
 
     def build_spoiling(*args):
         criterion = build(*args)
-
-        def spoiling(output, target):
-            calls.append(1)
-            is_spoilt = len(calls) == number and os.environ.get("RANK", "0") == str(rank)
-            return criterion(output, target) * (float("nan") if is_spoilt else 1.0)
-
-        return spoiling
+        of_rank = number if os.environ.get("RANK", "0") == str(rank) else None
+        return lambda *scores: criterion(*scores) * (float("nan") if next(numbers) == of_rank else 1.0)
 
     train.build_loss = build_spoiling
 
@@ -94,26 +84,18 @@ def linger_briefly() -> None:
 
 
 def kill_a_loader() -> None:
-    """SIGKILL one of the loader processes in the second step."""
-
-    def act():
-        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        os.kill(int(children[0]), KILL)
-        time.sleep(0.5)
-
-    at_step(act, 2)
+    """SIGKILL one of the loader processes."""
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    os.kill(int(children[0]), KILL)
+    time.sleep(0.5)
 
 
 def lose_the_terminal() -> None:
-    """Have each write to the terminal fail from the second step on, and hang up."""
-
-    def act():
-        full = os.open("/dev/full", os.O_WRONLY)
-        os.dup2(full, 1)
-        os.dup2(full, 2)
-
-    at_step(act, 2)
-    strike_at(ZERO_GRAD, 4, "after", HUP)
+    """Have each write to the terminal fail from now on, and hang up two steps later."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 1)
+    os.dup2(full, 2)
+    strike_at(ZERO_GRAD, 2, "after", HUP)
 
 
 def trouble_saves(numbers: list[int], code: int = 0, steps: int = 0) -> None:
@@ -136,7 +118,7 @@ def trouble_saves(numbers: list[int], code: int = 0, steps: int = 0) -> None:
 def raise_beside_a_save() -> None:
     """Raise in the sixth step while the save of the fourth is in progress."""
     trouble_saves([4], steps=1)
-    raise_unexpectedly(6)
+    at_step(fail, 6)
 
 
 class Fault(NamedTuple):
@@ -175,7 +157,7 @@ FAULTS = {
     "Ctrl-C twice": Fault(
         [(0, STEP, 2, "before", INT), (0, STEP, 2, "after", INT)], code=1, state="running", says=("interrupted",)
     ),
-    "a terminal that is gone": Fault(prepare=(lose_the_terminal,)),
+    "a terminal that is gone": Fault(prepare=(at_step, lose_the_terminal, 2)),
     "SIGKILL beside a save": Fault(
         [(0, STEP, 5, "after")], (trouble_saves, [4], 0, 2), argv=EACH_SECOND, code=-KILL, state="running", saved=(2, 3)
     ),
@@ -199,7 +181,7 @@ FAULTS = {
         says=("the last checkpoint", "quota"), saved=(5, 6),
     ),
     "an unexpected error": Fault(
-        prepare=(raise_unexpectedly, 2), argv=["--workers", "2"], code=1, state="failed",
+        prepare=(at_step, fail, 2), argv=["--workers", "2"], code=1, state="failed",
         says=("RuntimeError: a surprise", "train_one_epoch"),
     ),
     "a loss that is not finite on one rank": Fault(
@@ -207,7 +189,7 @@ FAULTS = {
         says=("the loss of step 1 is not finite", "--lr"), saved=(1,),
     ),
     "a loader process that is killed": Fault(
-        prepare=(kill_a_loader,), argv=["--workers", "2"], code=1, state="failed", says=("--workers",)
+        prepare=(at_step, kill_a_loader, 2), argv=["--workers", "2"], code=1, state="failed", says=("--workers",)
     ),
     "a loader process that hangs": Fault(
         prepare=(hang_loaders,), argv=["--workers", "2", "--stall-timeout", "0.05"], code=1, state="failed",

@@ -95,16 +95,16 @@ class Disk:
         elif call.name == "link":
             self._change(NameChange(added=((last, node),)))
         elif call.name == "rename" and node != self.now.get(last):  # otherwise POSIX leaves both
-            self._change(NameChange(removed=(path,), added=((last, node), *self._moved(path, last))))
+            moved = [
+                (last + name[len(path) :], inner) for name, inner in self.now.items() if name.startswith(f"{path}/")
+            ]
+            self._change(NameChange(removed=(path,), added=((last, node), *moved)))
         elif call.name in ("fsync", "sync"):
             self._sync(path, node)
 
     def _change(self, change: NameChange) -> None:
         self.pending.append(change)
         change.apply(self.now)
-
-    def _moved(self, path: str, target: str) -> list[tuple[str, int]]:
-        return [(target + each[len(path) :], node) for each, node in self.now.items() if each.startswith(f"{path}/")]
 
     def _sync(self, path: str, node: int | None) -> None:
         if not path:  # all disks
@@ -156,8 +156,7 @@ def selections(pending: list[NameChange]) -> Iterator[list[NameChange]]:
 
 def choices(counts: list[int]) -> Iterator[tuple[int, ...]]:
     """Yield which variant of each file is taken: one kind of all, or each kind of one beside new or old ones."""
-    most = max(counts, default=1)
-    for kind in range(most):
+    for kind in range(max(counts, default=1)):
         yield tuple(min(kind, count - 1) for count in counts)
     for index, count in enumerate(counts):
         for kind, others in itertools.product(range(count), (0, 1)):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,9 @@ def test_a_fault_has_its_outcome_and_a_resumed_run_the_same_bits(runs, what):
 
 
 def restarted_by(agent):
-    """Return the environment of ranks that a torchrun has restarted."""
-
-    def environment(rank, world_size, port):
-        variables = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": agent}
-        return {**torchrun_environment(rank, world_size, port), **variables}
-
-    return environment
+    """Return what gives the environment of ranks that a torchrun has restarted."""
+    variables = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": agent}
+    return lambda *rank: torchrun_environment(*rank) | variables
 
 
 def test_torchruns_restart_resumes_its_own_run_and_no_other(runs):
@@ -55,13 +52,8 @@ def test_torchruns_restart_resumes_its_own_run_and_no_other(runs):
 
 def count_threads(folder):
     """Write down how many threads there are at each fork."""
-    path = Path(folder, os.environ["RANK"])
-
-    def note():
-        with open(path, "a") as file:
-            file.write(f"{len(os.listdir('/proc/self/task'))}\n")
-
-    os.register_at_fork(before=note)
+    file = open(Path(folder, os.environ["RANK"]), "a", buffering=1)  # noqa: SIM115
+    os.register_at_fork(before=lambda: file.write(f"{len(os.listdir('/proc/self/task'))}\n"))
 
 
 def test_loader_processes_are_forked_before_there_are_other_threads(runs, tmp_path):
@@ -106,13 +98,9 @@ def test_ranks_with_different_numbers_of_batches_leave_in_the_same_round(tmp_pat
 def left_running(folder):
     """Return the processes whose command line names a folder."""
     found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                if str(folder).encode() in (process / "cmdline").read_bytes():
-                    found.append(int(process.name))
-            except OSError:  # gone meanwhile
-                continue
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # gone meanwhile
+            found += [int(line.parent.name)] * (str(folder).encode() in line.read_bytes())
     return found
 
 

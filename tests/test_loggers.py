@@ -4,7 +4,6 @@ import errno
 import itertools
 import json
 import os
-import struct
 import sys
 import threading
 from importlib.util import find_spec
@@ -18,7 +17,8 @@ from monitoring.monitor import read_records
 from settings import config
 from tests.endings import MACHINE_FIELDS, exact
 from tests.ranks import run_ranks, train_rank
-from tests.started import SMALL_ANYWHERE
+from tests.runs import set_variables
+from tests.started import SMALL
 
 OWN = """
 import json, os
@@ -55,7 +55,7 @@ def leaves(folder, facts):
 def train_in(folder, images, names, *argv, world_size=1, faults=(), prepare=()):
     """Train four epochs of three steps, with a record of each step."""
     words = [
-        "--data-path", images, "--output-dir", folder / "run", *SMALL_ANYWHERE, "--batch-size", 4,
+        "--data-path", images, "--output-dir", folder / "run", *SMALL, "--batch-size", 4,
         "--epochs", 4, "--global-batch-size", 8, "--print-freq", 1, "--checkpoint-steps", 4,
         "--use-deterministic-algorithms", "--resume", "auto", *(["--logger", *names] if names else []), *argv,
     ]  # fmt: skip
@@ -127,49 +127,51 @@ def test_a_disk_that_is_full_for_a_moment_turns_no_logger_off_and_repeats_no_rec
         train_in(tmp_path, image_folder, names).check()
 
 
-def test_no_link_of_wandbs_name_in_the_folder_is_followed(image_folder, tmp_path, monkeypatch):
-    for name in ("elsewhere", "run", "lib", "lib/wandb"):
-        (tmp_path / name).mkdir()
-    # Stands for W&B, which makes a folder in that of its name.
-    module = "Settings = dict\ndef init(dir, **_):\n    (dir / 'wandb' / 'offline-run').mkdir()\n"
-    (tmp_path / "lib" / "wandb" / "__init__.py").write_text(module)
+# W&B as far as a run needs it: a row that is written stays as it is.
+WANDB = """
+import json, types
+
+Settings = dict
+
+def init(id, dir, resume, **_):
+    path = dir / "wandb" / id / "rows.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, written = open(path, "a", buffering=1), {json.loads(line)[0] for line in open(path)}
+
+    def log(points, step, commit):
+        step in written or file.write(json.dumps([step, points]) + "\\n")
+
+    return types.SimpleNamespace(log=log, define_metric=lambda *_, **__: None, finish=file.close)
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    (tmp_path / "lib" / "wandb").mkdir(parents=True)
+    (tmp_path / "lib" / "wandb" / "__init__.py").write_text(WANDB)
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
+
+
+def test_no_link_of_wandbs_name_in_the_folder_is_followed(image_folder, tmp_path, wandb):
+    for name in ("elsewhere", "run"):
+        (tmp_path / name).mkdir()
     (tmp_path / "run" / "wandb").symlink_to(tmp_path / "elsewhere")
     outcome = train_in(tmp_path, image_folder, ["wandb"], "--epochs", 1).check()
     assert f"the next start: {tmp_path / 'run' / 'wandb'} is a link, which may lead anywhere" in outcome.output
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def rows_of_wandb(path):
-    """Yield the records of a file of W&B: LevelDB's log of protocol buffers, in blocks of 32 KiB."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, place, payload = path.read_bytes(), 7, b""
-    while place + 7 <= len(content):
-        if (left := 32768 - place % 32768) < 7:
-            place += left
-            continue
-        _, size, kind = struct.unpack_from("<IHB", content, place)
-        payload += content[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield Record.FromString(payload)
-            payload = b""
-
-
 def points_of_wandb(folder):
-    """Return the ids and the points of the runs in a folder, which W&B has kept offline."""
-    ids, points, rows = set(), {}, []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        for record in rows_of_wandb(path):
-            ids |= {record.run.run_id} - {""}
-            values = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
-            rows += [record.history.step.num] if values else []
-            for name, value in values.items():
-                points.setdefault(name, []).append((values["step"], value))
-    assert rows == sorted(set(rows))
-    return ids, {name: values for name, values in points.items() if "/" in name}
+    """Return the ids and the points of the runs in a folder."""
+    paths, points = list(folder.glob("run/wandb/*/rows.jsonl")), {}
+    rows = [row for path in paths for row in lines_of(path)]
+    assert [number for number, _ in rows] == sorted({number for number, _ in rows})
+    for _, values in rows:
+        for name, value in values.items():
+            points.setdefault(name, []).append((values["step"], value))
+    del points["step"]
+    return {path.parent.name for path in paths}, points
 
 
 def points_of_mlflow(folder):
@@ -189,29 +191,18 @@ def points_of_mlflow(folder):
 
 
 @pytest.mark.parametrize(("name", "points_of"), [("wandb", points_of_wandb), ("mlflow", points_of_mlflow)])
-def test_a_resumed_run_is_the_same_one_elsewhere_too(name, points_of, image_folder, tmp_path):
-    pytest.importorskip(name)
-    own = tmp_path / "own.py"
-    own.write_text(f"""
-import os, time
-
-os.environ["WANDB_MODE"] = "offline"
-os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.05"  # seconds; a kill loses what W&B has not written yet
-os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///{tmp_path}/mlflow.db"
-
-def rate(epoch, epochs):
-    time.sleep(0.02)
-    return 1
-""")
-    argv = ["--lr-scheduler", f"{own}:rate", "--lr-per-step"]
-    outcome = train_in(tmp_path, image_folder, [name], *argv, faults=[(0, KILL, 9, "before")])
+def test_a_resumed_run_is_the_same_one_elsewhere_too(name, points_of, image_folder, tmp_path, wandb):
+    if name == "mlflow":
+        pytest.importorskip("mlflow")
+    tracked = set_variables, {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+    outcome = train_in(tmp_path, image_folder, [name], faults=[(0, KILL, 9, "before")], prepare=tracked)
     assert outcome.codes == [-9], outcome.output
-    train_in(tmp_path, image_folder, [name], *argv).check()
+    train_in(tmp_path, image_folder, [name], prepare=tracked).check()
     expected = {}
     for record in read_records(tmp_path / "run"):
         for tag, value in curves(record).items():
             expected.setdefault(tag, []).append((record["step"], value))
-    ids, points = points_of(tmp_path / "run" if name == "wandb" else tmp_path)
+    ids, points = points_of(tmp_path)
     assert len(ids) == 1
     assert points.keys() == expected.keys()
     for tag, pairs in expected.items():
@@ -244,10 +235,3 @@ def test_names_that_cannot_be_used_are_refused_before_anything_is_done(names):
     assert caught.value.exit_code == 2
     if names in (["wandb"], ["mlflow"]):
         assert f"pip install {names[0]}" in str(caught.value)
-
-
-def test_a_folder_of_wandbs_name_is_no_package(tmp_path, monkeypatch):
-    (tmp_path / "wandb_runs").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert not config.is_installed("wandb_runs")
-    assert config.is_installed("tensorboard")

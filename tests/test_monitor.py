@@ -8,13 +8,12 @@ import os
 import re
 import statistics
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from monitoring import gauges, monitor
+from monitoring import monitor
 from monitoring.events import NOT_DRAWN
 from monitoring.monitor import read_records
 from scripts.report import write_report
@@ -39,15 +38,15 @@ def train_in(folder, images, *argv, world_size=1, faults=(), prepare=()):
 def finished(image_folder, tmp_path_factory):
     """A finished run of four epochs that was never disturbed."""
     folder = tmp_path_factory.mktemp("monitored")
-    outcome = train_in(folder, image_folder).check()
-    return SimpleNamespace(out=folder / "run", output=outcome.output)
+    train_in(folder, image_folder).check()
+    return folder / "run"
 
 
 @pytest.mark.dist
 def test_records_are_of_equal_windows_and_the_same_over_kills_and_other_numbers_of_processes(
     finished, image_folder, tmp_path
 ):
-    records = read_records(finished.out)
+    records = read_records(finished)
     assert [r["step"] for r in records if r["kind"] == "train"] == [5, 10, 12]  # the last window is the run's rest
     # Killed inside a window, and after one has ended before its record was due to be read, on 1 and on 2 processes.
     for world_size, step in [(1, 4), (2, 2), (1, 4)]:
@@ -96,7 +95,7 @@ def test_a_metrics_file_that_is_lost_is_opened_anew_or_the_end_says_what_is_miss
     is_for_ever, finished, image_folder, tmp_path
 ):
     outcome = train_in(tmp_path, image_folder, prepare=(lose_the_file, is_for_ever)).check()
-    expected = read_records(finished.out)
+    expected = read_records(finished)
     lacking = f"metrics.jsonl in {tmp_path / 'run'} lacks its last {len(expected) - 1} records" if is_for_ever else ""
     assert exact(read_records(tmp_path / "run")) == exact(expected[:1] if is_for_ever else expected)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["reason"] == lacking
@@ -116,7 +115,7 @@ def each_step(image_folder, tmp_path_factory):
 
 def test_a_window_is_the_mean_over_its_steps_wherever_epochs_end(finished, each_step):
     before = 0
-    for record in read_records(finished.out):
+    for record in read_records(finished):
         if record["kind"] == "train":
             steps = each_step[before : record["step"]]
             for name in ("loss", "acc1"):
@@ -128,10 +127,10 @@ def test_a_window_is_the_mean_over_its_steps_wherever_epochs_end(finished, each_
 
 def test_an_epochs_training_loss_is_one_number_everywhere(finished, each_step, tmp_path):
     losses = [statistics.fmean(r["loss"] for r in each_step if r["epoch"] == epoch) for epoch in range(4)]
-    recorded = [r for r in read_records(finished.out) if r["kind"] == "epoch"]
+    recorded = [r for r in read_records(finished) if r["kind"] == "epoch"]
     assert [(r["epoch"], r["step"]) for r in recorded] == [(0, 3), (1, 6), (2, 9), (3, 12)]
     assert [r["loss"] for r in recorded] == pytest.approx(losses, rel=1e-12)
-    page = write_report([finished.out], tmp_path / "report.html").read_text()
+    page = write_report([finished], tmp_path / "report.html").read_text()
     for epoch, loss in enumerate(losses):
         assert re.search(rf"<td>\[{epoch}\]<td>{3 * epoch + 3}<td>[^<]+<td>[^<]+<td>{loss:.5g}<td>", page)
 
@@ -150,8 +149,8 @@ def test_rates_are_of_a_records_own_steps_and_lines_of_all_images_of_an_epoch(im
 
 
 def test_norms_and_rates_are_those_of_the_checkpoint(finished):
-    record = [record for record in read_records(finished.out) if record["kind"] == "train"][-1]
-    state = torch.load(finished.out / "checkpoint.pth", weights_only=True)
+    record = [record for record in read_records(finished) if record["kind"] == "train"][-1]
+    state = torch.load(finished / "checkpoint.pth", weights_only=True)
     groups = state["optimizer"]["param_groups"]
     names = dict(zip([group["name"] for group in groups], [group["lr"] for group in groups], strict=True))
     assert len(set(names.values())) == len(names) == 3
@@ -161,19 +160,6 @@ def test_norms_and_rates_are_those_of_the_checkpoint(finished):
     assert len(weights) == len(trained)
     norm = sum(weight.double().square().sum() for weight in weights).sqrt().item()
     assert record["weight_norm"] == pytest.approx(norm, rel=1e-6)
-
-
-def test_a_clock_tells_each_reader_what_came_since_its_last_call():
-    clock, found = gauges.Clock(), []
-    for waits_s in ([0.25, 0.5], [1.0]):  # of two epochs; a loop counts those of its own epoch
-        clock.start_epoch()
-        for step in range(len(waits_s)):
-            time.sleep(0.01)
-            clock.count(sum(waits_s[: step + 1]))
-        found.append(clock.since("line"))
-    found.append(clock.since("record"))
-    assert [(steps, wait_s) for steps, _, wait_s in found] == [(2, 0.5 + 0.25), (1, 1.0), (3, 1.75)]
-    assert all(train_s >= 0.01 * steps for steps, train_s, _ in found)
 
 
 def test_the_loss_scale_is_recorded_under_float16(image_folder, tmp_path):
