@@ -1,7 +1,6 @@
 """The file-system calls of a process below a folder, seen from inside: recorded, met by a kill, or made to fail.
 
-Python announces most calls by audit events, before it makes them; writes and fsync are wrapped. The code under test
-knows of nothing. A write is counted when it leaves Python's buffer.
+Python announces most calls by audit events; writes, which count when they leave Python's buffer, and fsync are wrapped.
 """
 
 import builtins
@@ -19,9 +18,7 @@ from typing import Any, NamedTuple
 
 # Which calls change something on the disk, or make a change durable; a kill between two of them is a kill at the first.
 CHANGING = {"open", "write", "truncate", "fsync", "sync", "rename", "link", "unlink", "mkdir"}
-
 NEEDS_SPACE = {"open", "write", "link", "mkdir", "rename"}
-
 EVENTS = {
     "os.rename": "rename", "os.link": "link", "os.remove": "unlink", "os.mkdir": "mkdir", "os.truncate": "truncate",
     "os.listdir": "list", "os.scandir": "list", "fcntl.lockf": "lock",
@@ -78,7 +75,6 @@ class Watch:
         sys.addaudithook(self._hear)
 
     def note(self, *words: Any) -> None:
-        """Record something that happened between two calls."""
         self.log.write(pickle.dumps(words))
 
     def below(self, path: Any) -> str | None:

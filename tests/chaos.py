@@ -105,7 +105,6 @@ class Chaos:
         run_ranks(print, 1, log_folder=folder)  # starts the server that forks ranks, whose time is not a run's
 
     def note(self, outcome: str, text: str) -> None:
-        """Count something that must not happen."""
         self.counts[outcome] += 1
         self.problems.append(text)
 
@@ -192,7 +191,6 @@ class Chaos:
 
 
 def run_campaign(kind: str, number: int, seed: int, folder: Path) -> tuple[Counter, list[str]]:
-    """Run one campaign; return the counts and what is wrong."""
     torch.set_num_threads(1)
     chaos = Chaos(folder / kind, seed)
     chaos.run(kind, number)

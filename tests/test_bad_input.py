@@ -36,10 +36,7 @@ CASES = {
         ["--model", "shufflenet_v2_x0_5", "--data-path", "{root}/good", "--weights", "V9"],
         ["V9", "did you mean shufflenet_v2_x0_5.DEFAULT?"],
     ),
-    "torn tar": (
-        ["--data-path", "{root}/torn_tar"],
-        ["{root}/torn_tar/train.tar", "is truncated", "download it again"],
-    ),
+    "torn tar": (["--data-path", "{root}/torn_tar"], ["{root}/torn_tar/train.tar is truncated", "download it again"]),
 }
 
 

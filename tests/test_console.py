@@ -57,17 +57,17 @@ def test_a_log_that_cannot_be_written_is_one_warning_and_is_completed_later(tmp_
     log = console.LogFile()
     log.keep()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    print("kept before there is a folder")
+    log.open(tmp_path)
+    size = (tmp_path / "log.txt").stat().st_size
     try:
-        print("kept before there is a folder")
-        log.open(tmp_path)
-        size = (tmp_path / "log.txt").stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 4, before[1]))
         print("first")
         print("second")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        print("third", file=sys.stderr)
-        log.close(ValueError("ours"))
+    print("third", file=sys.stderr)
+    log.close(ValueError("ours"))
     print("not in it")
     warning = f"warning: log.txt in {tmp_path} is not written: File too large; training continues"
     assert capsys.readouterr().out.count("warning:") == 1

@@ -1,5 +1,7 @@
 """No point of a run at which a kill, an error or a power failure loses anything: some of each scenario."""
 
+import io
+import zipfile
 from contextlib import suppress
 
 import pytest
@@ -32,8 +34,14 @@ def test_no_point_of_a_run_loses_anything(name, tmp_path):
 # Negative controls: each of these must be found.
 
 
-def test_a_disk_that_syncs_nothing_is_found(tmp_path):
+def holds_a_save(state):
+    contents = [content[0] for path, content in state.image.items() if path.endswith(".pth")]
+    return any(zipfile.is_zipfile(io.BytesIO(content)) for content in contents)
+
+
+def test_no_power_failure_after_a_save_leaves_none_and_a_disk_that_syncs_nothing_is_found(tmp_path):
     trial = Trial(SCENARIOS[0], tmp_path / "trial")
+    assert all(holds_a_save(state) for state in possible_states(trial) if state.saved)
     log = [entry for entry in trial.recorded.log if not (isinstance(entry, Call) and entry.name == "fsync")]
     log = log[: 1 + next(number for number, entry in enumerate(log) if entry[0] == "saved")]
     bare = [state for state in possible_states(trial, log) if state.saved and not state.image]

@@ -49,10 +49,9 @@ def add(finished, root, seed, acc1, date=86_400):
     content["args"]["seed"], content["started"] = seed, date
     content["command"] += ["--recipe", "digits"]
     (finished / "run.json").write_text(json.dumps(content))
-    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    records[-1]["acc1"] = acc1
-    assert records[-1]["kind"] == "val"
-    (finished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    *before, last = (finished / "metrics.jsonl").read_text().splitlines()
+    text = "\n".join([*before, json.dumps(json.loads(last) | {"acc1": acc1}), ""])
+    (finished / "metrics.jsonl").write_text(text)
     return ledger.add_record(finished, f"digits, {date // 86_400} days", root / "records")
 
 
@@ -79,14 +78,12 @@ def test_a_row_holds_the_mean_and_the_range_of_its_seeds_and_the_newest_is_first
     assert text.startswith(f"before\n{ledger.BEGIN}| run")
     assert text.endswith(f"{ledger.END}after\n")
     links = re.findall(r"\]\((.*?)\)", (root / "records" / "README.md").read_text())
-    assert len(links) == 4
-    assert all((root / "records" / link).is_file() for link in links)
+    assert [(root / "records" / link).is_file() for link in links] == 4 * [True]
 
 
 def test_runs_of_one_claim_differ_in_the_seed_alone(finished, root):
     add(finished, root, 0, 50.0)
-    recipe = (finished / "recipe.toml").read_text()
-    (finished / "recipe.toml").write_text(recipe.replace("lr = 0.05", "lr = 0.06"))
+    edit(finished, "recipe.toml", "lr = 0.05", "lr = 0.06")
     with pytest.raises(UserError, match="seed0 and digits-1-days-seed1 differ in more than the seed"):
         add(finished, root, 1, 60.0)
     assert [path.name for path in (root / "records").iterdir()] == ["digits-1-days-seed0"]
@@ -107,7 +104,7 @@ def test_each_kind_of_processor_is_a_row_and_each_claim_a_folder(finished, root)
 
 @pytest.mark.parametrize("change", [
     lambda out: shutil.rmtree(out) or out.mkdir(), lambda out: (out / "status.json").write_text('{"state": "running"}'),
-    lambda out: (out / "run.json").write_text((out / "run.json").read_text().replace("a" * 40, "a" * 40 + "-dirty")),
+    lambda out: edit(out, "run.json", "a" * 40, "a" * 40 + "-dirty"),
     lambda out: (out / "metrics.jsonl").write_text(""),
     lambda out: (out / "log.txt").write_text("versions that changed: revision a in the checkpoint, b now\n"),
 ])  # fmt: skip
@@ -154,8 +151,7 @@ def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(roo
 
 @pytest.mark.parametrize(("text", "words"), [
     ("", "expected `$ COMMAND`"), ("Test: Acc@1 1.0 Acc@5 2.0", "expected `$ COMMAND`"),
-    ("$ python train.py\nTest:  [0/3] acc1: 1.0", "expected `$ COMMAND`"), ("$ a 'b\nTest: Acc@1 5.0", "No closing"),
-    ("$ a\nTest: Acc@1 1.2.3", "1.2.3"), (f"$ a --seed {'9' * 5000}\nTest: Acc@1 5.0", "digits"),
+    ("$ a 'b\nTest: Acc@1 5.0", "No closing"), ("$ a\nTest: Acc@1 1.2.3", "1.2.3"),
     ("$ a\nTest: Acc@1 500", "0 to 100"), (f"$ a\nTest: Acc@1 {'9' * 400}", "inf"), ("claim |", "a table"),
     ("claim \n", "a table"), ("claim \x1b", "a table"), ("claim <img src=x>", "a table"),
     ("$ a\n" + "Test: Acc@1 1 " * 60_000, "a line"),  # which took minutes
@@ -269,13 +265,6 @@ def test_elsewhere_a_records_losses_are_compared_within_its_measured_tolerance(r
     (record / "record.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="differs: other weights than the record's; the first step's loss is"):
         ledger.measure(record, 2, place)
-
-
-def test_a_record_in_bfloat16_is_not_compared_where_that_is_slow(record, monkeypatch, capsys):
-    edit(record, "recipe.toml", "amp = false", 'amp = true\namp-dtype = "bfloat16"')
-    monkeypatch.setattr("distributed.collectives.has_fast_bfloat16", lambda: False)
-    assert ledger.verify(record, 2, {}) == 2
-    assert "no bfloat16 instructions" in capsys.readouterr().out
 
 
 def test_the_tables_are_those_of_the_records_and_no_record_names_a_machine(tmp_path):

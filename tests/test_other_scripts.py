@@ -121,7 +121,6 @@ def test_a_whole_command_of_timms_means_the_same_here():
     ("--gpu 1 --fp16", "--device cuda:1 --amp --batch-size 256 --global-batch-size 256"),
     ("--reprob 0.2", "--random-erase 0.2 --random-erase-fill pixel"),
     ("--clip-grad 2 --clip-mode value", "--clip-grad-value 2"), ("--aa v0 --color-jitter 1", "--auto-augment timm/v0"),
-    ("--clip-grad 0.02 --clip-mode agc", "--clip-agc 0.02"),
     ("--sched cosine --dr 0.2", "--lr-scheduler cosineannealinglr"), ("--decay-milestones 3 4", "--lr-milestones 2 3"),
     ("--pin-mem --model-ema", "--model-ema --model-ema-steps 1 --no-model-ema-adjust --model-ema-decay 0.9998"),
     ("--epochs 10 --warmup-epochs 5 --warmup-prefix", "--epochs 15 --lr-warmup-epochs 5 --lr-warmup-method linear "
@@ -139,8 +138,7 @@ def test_lines(line, expected):
     "--batchsize 32", "--modle x", "--torchcompile eager", "--mod x",
     "--lr-w 3", "--sched cosin --dr 0.2", "--sched plateau", "--output",
     "--remode rand", "--drop-path 0.2 --dropout 0.1 --drop 0.3", "e --batch_size 64 -j8", "--batch_size x",
-    "--recipe resnet50-v1 --crop-pct 0.9", "--input-size 3 96 64", "--arch", "--smoothing 0.1 --epoch", "--xyzzy",
-    "--data-dir d --modell vgg11", "--batch_size 1 --modell",
+    "--recipe resnet50-v1 --crop-pct 0.9", "--input-size 3 96 64", "--arch", "--data-dir d --modell vgg11",
 ])  # fmt: skip
 def test_no_command_is_proposed_where_a_word_is_not_understood(line):
     assert translated(f"d {line}")[1] is None
@@ -163,9 +161,7 @@ def test_the_page_shows_the_rows():
     ("--bach-size 8", "is unknown; did you mean --batch-size'"), ("--policy-magnitude 15", "is --ra-magnitude 15'"),
     ("--vflip 0. --no-aug", "--vflip 0. is not needed here'"), ("--warmup-epochs 5", "5 --lr-warmup-method linear'"),
     ("--recovery-interval 9", "is --checkpoint-steps 9'"), ("--remode rand", "rand is nearer pixel)'"),
-    ("--batch_size 8", "is --batch-size'"), ("--opt-foo 3", "is unknown'"),
     ("--clip-mode x", "not supported here'"), ("--decay-epochs 40.0", "is --lr-step-size 40'"),
-    ("--vflip 0.5", "not supported here'"),
 ])  # fmt: skip
 def test_what_is_said_of_a_flag(line, expected):
     assert expected in str(translated(line)[0])

@@ -51,22 +51,6 @@ NEW = (
     "--batch-size 128 --lr 0.5 --lr-scheduler cosineannealinglr --lr-warmup-epochs 5 --lr-warmup-method linear "
     "--auto-augment ta_wide --epochs 600 --random-erase 0.1 --label-smoothing 0.1 --mixup-alpha 0.2 --cutmix-alpha 1.0 "
 )
-REGNET = (
-    "--epochs 100 --wd 0.00005 --lr-scheduler=cosineannealinglr --lr-warmup-method=linear --lr-warmup-epochs=5 "
-    "--lr-warmup-decay=0.1 "
-)
-VIT = (
-    "--epochs 300 --batch-size 512 --opt adamw --lr 0.003 --wd 0.3 --lr-scheduler cosineannealinglr --lr-warmup-method "
-    "linear --lr-warmup-epochs 30 --lr-warmup-decay 0.033 --amp --label-smoothing 0.11 --mixup-alpha 0.2 "
-    "--clip-grad-norm 1 --ra-sampler --cutmix-alpha 1.0 --model-ema "
-)
-SWIN = (
-    "--epochs 300 --batch-size 128 --opt adamw --lr 0.001 --weight-decay 0.05 --norm-weight-decay 0.0 "
-    "--bias-weight-decay 0.0 --transformer-embedding-decay 0.0 --lr-scheduler cosineannealinglr --lr-min 0.00001 "
-    "--lr-warmup-method linear --lr-warmup-epochs 20 --lr-warmup-decay 0.01 --amp --label-smoothing 0.1 --mixup-alpha "
-    "0.8 --clip-grad-norm 5.0 --cutmix-alpha 1.0 --random-erase 0.25 --interpolation bicubic --auto-augment ta_wide "
-    "--model-ema --ra-sampler --ra-reps 4 "
-)
 
 # The commands of torchvision's classification README, with the broken ones fixed.
 COMMANDS = [
@@ -79,11 +63,18 @@ COMMANDS = [
     "--model efficientnet_b0 --test-only --weights EfficientNet_B0_Weights.IMAGENET1K_V1",
     f"--model efficientnet_v2_s {NEW} --weight-decay 0.00002 --norm-weight-decay 0.0 --train-crop-size 300 --model-ema "
     "--val-crop-size 384 --val-resize-size 384 --ra-sampler --ra-reps 4",
-    f"--model regnet_x_400mf {REGNET} --batch-size 128 --lr=0.8",
-    f"--model vit_b_16 {VIT} --auto-augment ra",
+    "--model regnet_x_400mf --epochs 100 --wd 0.00005 --lr-scheduler=cosineannealinglr --lr-warmup-method=linear "
+    "--lr-warmup-epochs=5 --lr-warmup-decay=0.1 --batch-size 128 --lr=0.8",
+    "--model vit_b_16 --epochs 300 --batch-size 512 --opt adamw --lr 0.003 --wd 0.3 --lr-scheduler cosineannealinglr "
+    "--lr-warmup-method linear --lr-warmup-epochs 30 --lr-warmup-decay 0.033 --amp --label-smoothing 0.11 "
+    "--mixup-alpha 0.2 --clip-grad-norm 1 --ra-sampler --cutmix-alpha 1.0 --model-ema --auto-augment ra",
     f"--model convnext_tiny {NEW} --opt adamw --lr 1e-3 --weight-decay 0.05 --norm-weight-decay 0.0 --train-crop-size "
     "176 --model-ema --val-resize-size 232 --ra-sampler --ra-reps 4",
-    f"--model swin_t {SWIN} --val-resize-size 224",
+    "--model swin_t --epochs 300 --batch-size 128 --opt adamw --lr 0.001 --weight-decay 0.05 --norm-weight-decay 0.0 "
+    "--bias-weight-decay 0.0 --transformer-embedding-decay 0.0 --lr-scheduler cosineannealinglr --lr-min 0.00001 "
+    "--lr-warmup-method linear --lr-warmup-epochs 20 --lr-warmup-decay 0.01 --amp --label-smoothing 0.1 --mixup-alpha "
+    "0.8 --clip-grad-norm 5.0 --cutmix-alpha 1.0 --random-erase 0.25 --interpolation bicubic --auto-augment ta_wide "
+    "--model-ema --ra-sampler --ra-reps 4 --val-resize-size 224",
     "--model maxvit_t --epochs 400 --batch-size 128 --opt adamw --lr 3e-3 --weight-decay 0.05 --lr-scheduler "
     "cosineannealinglr --lr-min 1e-5 --lr-warmup-method linear --lr-warmup-epochs 32 --label-smoothing 0.1 "
     "--mixup-alpha 0.8 --clip-grad-norm 1.0 --interpolation bicubic --auto-augment ta_wide --ra-magnitude 15 "
@@ -382,9 +373,10 @@ def test_losses_are_the_sources(name, share):
     assert float(criterion(output, mixed)) == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("size", "momentum", "eps", "magnitude", "prob"), [("small", 0.95, 1e-6, 9, 0.5), ("medium", 0.997, 1e-3, 15, 0.7)]
-)
+MOBILENETS = [("small", 0.95, 1e-6, 9, 0.5), ("medium", 0.997, 1e-3, 15, 0.7)]
+
+
+@pytest.mark.parametrize(("size", "momentum", "eps", "magnitude", "prob"), MOBILENETS)
 def test_mobilenets_have_the_batchnorm_decay_and_operations_of_googles_files(size, momentum, eps, magnitude, prob):
     pytest.importorskip("timm")
     args = options_by_name(f"mobilenetv4_conv_{size}")

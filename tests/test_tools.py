@@ -89,21 +89,16 @@ def weights_in(path):
     return torch.load(path, weights_only=True)["model"]
 
 
-def assert_mean(path, paths):
-    """Compare with the mean of the weights of checkpoints by numpy, in float64; integers are rounded down."""
-    found, states = weights_in(path), [weights_in(path) for path in paths]
-    assert list(found) == list(states[0])
-    for name, tensor in found.items():
-        mean = numpy.mean([state[name].numpy() for state in states], axis=0, dtype="float64")
-        assert numpy.array_equal(tensor.numpy(), mean.astype(tensor.numpy().dtype)), name
-
-
 def test_a_runs_last_checkpoints_are_averaged(started, tmp_path):
     paths = [started.out / f"checkpoint-{step:08d}.pth" for step in (6, 5)]
     output = tmp_path / "an average.pth"
     outcome = run(tmp_path, "average", started.out, "--last", 2, "--output", output).check()
     assert "--reestimate-bn DATA_PATH" in outcome.output
-    assert_mean(output, paths)
+    found, states = weights_in(output), [weights_in(path) for path in paths]
+    assert list(found) == list(states[0])
+    for name, tensor in found.items():  # integers are rounded down
+        mean = numpy.mean([state[name].numpy() for state in states], axis=0, dtype="float64")
+        assert numpy.array_equal(tensor.numpy(), mean.astype(tensor.numpy().dtype)), name
     trained = open_trained(str(output))
     assert (trained.args.model, trained.args.val_crop_size, len(trained.classes)) == ("timm/tiny_test", 32, 3)
     assert torch.load(output, weights_only=True)["averaged"] == list(map(str, paths))
@@ -174,9 +169,6 @@ def test_statistics_are_those_of_torchs_own_update(started, image_folder, tmp_pa
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)  # pixels are normalised in another order
         moved |= set() if torch.equal(found[name], before[name]) else {name.rsplit(".", 1)[-1]}
     assert moved == {"running_mean", "running_var", "num_batches_tracked"}
-    again = tmp_path / "again.pth"
-    run(tmp_path, "average", *command, again, "--images", 31).check()
-    assert again.read_bytes() == output.read_bytes()
 
 
 class Pair(torch.nn.Module):
