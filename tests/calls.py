@@ -26,8 +26,6 @@ EVENTS = {
 
 
 class Call(NamedTuple):
-    """One call on something below the watched folder."""
-
     number: int  # from 1, among the calls that are counted
     name: str  # `read` is the opening of a file to read, `list` of a folder, `lock` is a record lock
     paths: tuple[str, ...]  # below the watched folder, one or two
@@ -37,8 +35,6 @@ class Call(NamedTuple):
 
 
 class Trouble(NamedTuple):
-    """What happens to one call, and perhaps to those after it."""
-
     number: int = 0  # of the call; 0 for no trouble
     code: int = 0  # the error that the call fails with; 0 for SIGKILL before it
     is_half: bool = False  # a write first writes half of its content, and the trouble meets the write of the rest
@@ -114,7 +110,6 @@ class Watch:
             self.meet(name, *paths, **({"offset": arguments[1]} if name == "truncate" else {}))
 
     def _hear_open(self, path: Any, flags: int) -> None:
-        """Count an open; one that neither makes nor cuts a file only reads."""
         below = self.below(path)
         if below is not None:
             is_new, is_truncating = bool(flags & os.O_CREAT and not os.path.lexists(path)), bool(flags & os.O_TRUNC)
@@ -141,8 +136,6 @@ class Watch:
         real, watch = builtins.open, self
 
         class Raw(io.FileIO):
-            """A file whose writes are counted."""
-
             def write(self, content):
                 content = bytes(content)
                 is_appending = fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & os.O_APPEND

@@ -39,8 +39,6 @@ OPTIONS = """
 
 
 class Campaign(NamedTuple):
-    """Random faults of a kind against runs of the recipe."""
-
     signals: tuple[signal.Signals, ...]  # one of which is sent to a random rank at a random time
     world_sizes: tuple[int, ...] = (1,)  # processes of a run; each start takes one of them
     options: tuple[str, ...] = ("--checkpoint-steps", "1")  # without which a run saves at the ends of epochs only
@@ -109,7 +107,6 @@ class Chaos:
         self.problems.append(text)
 
     def run(self, kind: str, number: int) -> None:
-        """Let `number` faults of a kind strike."""
         self.campaign(kind, number) if kind in CAMPAIGNS else getattr(self, kind)(number)
 
     def reference(self, campaign: Campaign) -> None:
@@ -124,7 +121,6 @@ class Chaos:
                 self.compare(campaign, f"an undisturbed run on {size}")
 
     def compare(self, campaign: Campaign, what: str) -> None:
-        """Count a finished run that differs from the uninterrupted one, and remove it."""
         expected = self.references[campaign.shards, campaign.options]
         differences = Ending(self.out, has_same_saves=campaign.has_same_saves).differences(expected)
         if differences:
@@ -169,7 +165,6 @@ class Chaos:
                 return
 
     def bitflips(self, number: int) -> None:
-        """Flip single bits of a checkpoint: it must be refused, or hold what it held."""
         self.runs.run("out", 1, "--epochs", 2).check()
         content = (self.out / "checkpoint.pth").read_bytes()
         _, accepted = flip_bits(content, [self.rng.randrange(8 * len(content)) for _ in range(number)])
@@ -216,7 +211,6 @@ def run_scenario(index: int, most: dict[str, int], folder: Path) -> tuple[Counte
 
 
 def main() -> None:
-    """Run all campaigns and print the one line of counts; exit 1 where one is too small or anything was lost."""
     numbers = {**NUMBERS, **POINTS}
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("kinds", metavar="KIND=N", nargs="*", help=f"only these, so often; default {numbers}")

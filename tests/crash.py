@@ -128,25 +128,19 @@ def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | Non
 
 
 class Start(NamedTuple):
-    """What became of one start of a run."""
-
     code: int  # negative: the signal that ended it
     output: str
     log: list
 
     def calls(self, *, up_to_save: bool = False) -> list[Call]:
-        """Return the calls, up to the first save or all."""
         ends = [index for index, entry in enumerate(self.log) if entry[0] == "saved"] if up_to_save else []
         return [entry for entry in self.log[: ends[0] if ends else None] if isinstance(entry, Call)]
 
     def notes(self, kind: str) -> list[tuple]:
-        """Return the positions (step, is_evaluated) that were noted as `saved` or `resumed`."""
         return [tuple(entry[1:]) for entry in self.log if entry[0] == kind]
 
 
 class Scenario(NamedTuple):
-    """What is on the disk, and the command."""
-
     name: str
     command: list[str]  # beside `OPTIONS`
     prepare: tuple[Callable[["Trial"], None], ...] = ()  # bring the disk into the state that the command is given in
@@ -155,13 +149,10 @@ class Scenario(NamedTuple):
 
     @property
     def is_afresh(self) -> bool:
-        """Whether the command begins anew each time."""
         return "--overwrite" in self.command and "--resume" not in self.command
 
 
 def started(*options: str, stop_at: tuple | None = None) -> Callable[["Trial"], None]:
-    """Return what leaves a run that has ended, or was killed right after a save."""
-
     def prepare(trial: "Trial") -> None:
         outcome = trial.start(options, stop_at=stop_at)
         assert outcome.code == (-signal.SIGKILL if stop_at else 0), outcome.output
@@ -231,7 +222,6 @@ class Trial:
     def start(
         self, command: list[str], trouble: Trouble = NO_TROUBLE, counted: set = CHANGING, stop_at: tuple | None = None
     ) -> Start:
-        """Run the command line in a process; arguments as of `watch_run`."""
         (self.folder / "log").unlink(missing_ok=True)
         watched = watch_run, self.folder, trouble, counted, stop_at, self.scenario.is_late, self.spoil
         argv = [*OPTIONS, *command]
@@ -239,7 +229,6 @@ class Trial:
         return Start(outcome.codes[0], outcome.output, read_log(self.folder / "log"))
 
     def attempt(self, kind: str, strike: Callable[["Trial", Any], None], point: Any) -> None:
-        """Try one point of a kind, and take down what is wrong."""
         self.counts[kind] += 1
         try:
             strike(self, point)
@@ -248,7 +237,6 @@ class Trial:
             self.problems.append(f"{self.scenario.name}: {kind}: {point}: {str(error)[-1000:]}")
 
     def start_from_template(self, *args: Any) -> Start:
-        """Start the scenario's command on the disk that it was prepared for."""
         shutil.rmtree(self.disk)
         subprocess.run(["cp", "-a", self.template, self.disk], check=True)
         return self.start(self.scenario.command, *args)
@@ -262,7 +250,6 @@ class Trial:
         ]
 
     def kill(self, point: Trouble) -> None:
-        """Kill the run at one point, give the command again, and compare."""
         killed = self.start_from_template(point)
         is_beyond = point.number > len(self.recorded.calls())
         assert is_beyond or killed.code == -signal.SIGKILL, f"exit code {killed.code}, not killed: {killed.output}"
@@ -302,7 +289,6 @@ class Trial:
         assert not differences, differences
 
     def is_own_save(self, path: Path) -> bool:
-        """Tell whether a numbered checkpoint was not there before the command."""
         before = self.template / path.relative_to(self.disk)
         is_beyond = int(path.name[11:19]) > self.recorded.notes("resumed")[0][0]
         return is_beyond and not (before.exists() and before.read_bytes() == path.read_bytes())

@@ -36,7 +36,6 @@ TERM, USR1, INT, HUP, KILL, STOP = (
 
 
 def at_step(act: Callable[[], Any], number: int | None = None) -> None:
-    """Act before the n-th step of this process, or before each."""
     step, numbers = torch.optim.SGD.step, itertools.count(1)
 
     def wrapped(*args, **options):
@@ -52,7 +51,6 @@ def fail() -> None:
 
 
 def spoil_a_loss(rank: int, number: int) -> None:
-    """Make the n-th loss of a rank not a number."""
     import train
 
     build, numbers = train.build_loss, itertools.count(1)
@@ -84,7 +82,6 @@ def linger_briefly() -> None:
 
 
 def kill_a_loader() -> None:
-    """SIGKILL one of the loader processes."""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     os.kill(int(children[0]), KILL)
     time.sleep(0.5)
@@ -122,8 +119,6 @@ def raise_beside_a_save() -> None:
 
 
 class Fault(NamedTuple):
-    """One fault, and the outcome that it must have."""
-
     faults: tuple[tuple, ...] | list[tuple] = ()  # signals, as of `train_rank`
     prepare: tuple = ()  # another fault: (function, arguments...), called in each rank
     world_size: int = 1  # processes of the run that it strikes
@@ -203,8 +198,6 @@ FAULTS = {
 
 
 class FaultyRuns(Runs):
-    """Runs that faults are put into."""
-
     def check_same(self, name: str, reference: str = "undisturbed") -> None:
         if not (self.folder / reference).exists():
             self.run(reference, 1).check()

@@ -74,7 +74,6 @@ PLAIN_NESTS = [[], {}, [[]], {"a": {}}, [1] * 9]
 
 
 def nests() -> list:
-    """Return values of values: deep, of themselves, or a short text that unfolds to more than there is memory for."""
     circle, deep, unfolding = {}, [], ["x"]
     circle["again"] = circle
     for _ in range(300):
@@ -85,7 +84,6 @@ def nests() -> list:
 
 
 def places(value: Any, depth: int = 0) -> list[tuple[Any, Any]]:
-    """Return every (container, key) in nested dicts and lists."""
     if depth > 5 or not isinstance(value, (dict, list)):
         return []
     keys = list(value) if isinstance(value, dict) else range(len(value))
@@ -130,7 +128,6 @@ def scramble(content: bytes, rng: random.Random, head: int | None = None) -> byt
 
 
 def write_archive(path: Path, state: dict, rng: random.Random) -> None:
-    """Save a state as torch does, or nearly so."""
     buffer = io.BytesIO()
     with contextlib.suppress(RecursionError):
         torch.save(state, buffer, _use_new_zipfile_serialization=rng.random() < 0.95)
@@ -370,7 +367,6 @@ CHANGES = {
 
 
 def watch(folder: str, found: list[str], event: str, arguments: tuple) -> None:
-    """Note programs that are started, and changes outside a folder: an audit hook."""
     paths = []
     if event in STARTS:
         words = arguments[1] if event == "subprocess.Popen" else arguments
@@ -390,7 +386,6 @@ def ring(*_: Any) -> None:
 
 
 def try_case(bench: Bench, number: int, seed: int, folder: Path) -> str:
-    """Run one case in this process; return right, refused, or what is wrong."""
     folder.mkdir()
     found, output = [], io.StringIO()
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -414,7 +409,6 @@ def try_case(bench: Bench, number: int, seed: int, folder: Path) -> str:
 
 
 def run_case(bench: Bench, number: int, seed: int, folder: Path) -> str:
-    """Run one case in a child of this process; return what `try_case` does, or how the child ended."""
     result = folder / f"{number}.txt"
     pid = os.fork()
     if not pid:

@@ -22,14 +22,11 @@ FOLDER = -1
 
 
 class NameChange(NamedTuple):
-    """What one call does to the names in a folder."""
-
     removed: tuple[str, ...] = ()
     added: tuple[tuple[str, int], ...] = ()  # path and node, then those in a folder that is renamed
 
     @property
     def folders(self) -> set[str]:
-        """Return the folders that must be synced for it to be durable."""
         return {os.path.dirname(path) or "." for path in (*self.removed, *(path for path, _ in self.added[:1]))}
 
     def apply(self, names: dict[str, int]) -> None:
@@ -39,8 +36,6 @@ class NameChange(NamedTuple):
 
 
 class File:
-    """The content of a file: what is durable, and as it is now."""
-
     def __init__(self, content: bytes = b"") -> None:
         self.durable = self.now = content
 
@@ -74,7 +69,6 @@ class Disk:
         self.now = dict(self.durable)
 
     def apply(self, call: Call) -> None:
-        """Follow one call of the run."""
         path, last = call.paths[0], call.paths[-1]
         node = FOLDER if path == "." else self.now.get(path)
         file = self.files.get(node)
@@ -164,8 +158,6 @@ def choices(counts: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 class State(NamedTuple):
-    """One disk after a power failure."""
-
     image: dict
     saved: list[tuple]  # what had been announced by then
     after: tuple  # the last call: its number, name and paths
@@ -212,6 +204,5 @@ def write_image(image: dict, folder: Path) -> None:
 
 
 def lose_power(trial: Trial, state: State) -> None:
-    """Give the command on a disk that a power failure has left, and compare."""
     write_image(state.image, trial.disk)
     trial.recover(Start(0, "", state.saved))

@@ -23,7 +23,6 @@ def parse(*argv):
 
 
 def refusal(*argv):
-    """Return the one line with which a command line is refused."""
     with pytest.raises(UserError) as caught:
         config.parse_args(list(argv))
     assert len(str(caught.value).splitlines()) == 1
@@ -164,8 +163,6 @@ def test_a_number_out_of_range_is_refused():
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Return a function that writes a recipe and returns the options that use it."""
-
     def write(text):
         path = tmp_path / "given.toml"
         path.write_text(text, encoding="utf-8")

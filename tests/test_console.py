@@ -21,7 +21,6 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
 def test_the_log_holds_the_output_of_all_starts_and_the_end_names_commands_that_work(tmp_path):
-    """A run that is stopped in its second epoch and resumed."""
     out = tmp_path / "runs" / "a"
     argv = ["--synthetic", "240", *SMALL_ANYWHERE, "--output-dir", str(out), "--resume", "auto", "--model-ema"]
     argv += "--batch-size 8 --epochs 3 --print-freq 5 --lr 0.01".split()
@@ -114,7 +113,3 @@ def test_long_work_prints_a_line_when_one_is_due(capsys, monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: now + 20)
     work.update()  # half of the work in 20 s
     assert capsys.readouterr().err == "scanning: 3 of 4 class folders (75.0%), 10s left\n"
-    work = progress.Progress("packing", total_bytes=3 << 30, unit="images")
-    work.update(num_bytes=1 << 30)
-    work.finish()
-    assert capsys.readouterr().err == "packing: 1 images, 1.0 GiB of 1.0 GiB (100.0%), 0s left\n"

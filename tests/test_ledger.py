@@ -24,7 +24,6 @@ from tests.started import SMALL_ANYWHERE, run_train
 
 @pytest.fixture
 def root(tmp_path):
-    """A repository with a README and no records."""
     (tmp_path / "repository" / "records").mkdir(parents=True)
     (tmp_path / "repository" / "README.md").write_text(f"before\n{ledger.BEGIN}old\n{ledger.END}after\n")
     return tmp_path / "repository"
@@ -39,12 +38,10 @@ def as_committed(out):
 
 @pytest.fixture
 def finished(started, tmp_path):
-    """The folder of a finished run, as of a commit without changes."""
     return as_committed(started.copy(tmp_path / "runs" / "a"))
 
 
 def add(finished, root, seed, acc1, date=86_400):
-    """Add a record as of a run with another seed, result and date."""
     content = read_json(finished / "run.json")
     content["args"]["seed"], content["started"] = seed, date
     content["command"] += ["--recipe", "digits"]
@@ -187,7 +184,6 @@ def start_python(words, env, **options):
 
 @pytest.fixture(scope="module")
 def made(image_folder, tmp_path_factory):
-    """A record of a run of train.py, whose photographs are those of `image_folder`."""
     folder = tmp_path_factory.mktemp("made")
     command = ["--data-path", image_folder, "--output-dir", folder / "run", "--print-freq", 2, "--epochs", 2]
     run_train(folder, *SMALL_ANYWHERE, *command, "--batch-size", 8, "--seed", 5).check()
@@ -287,8 +283,7 @@ def test_the_repository_is_small_and_holds_neither_photographs_nor_weights():
         pytest.skip("no git checkout")
     paths = [REPOSITORY / name for name in listed.stdout.splitlines() if (REPOSITORY / name).is_file()]
     assert sum(path.stat().st_size for path in paths) < 5e6
-    images = {path.relative_to(REPOSITORY).as_posix() for path in paths if is_image_file(path.name)}
-    assert {os.path.dirname(name) for name in images} <= {"docs"}
+    assert {path.parent for path in paths if is_image_file(path.name)} <= {REPOSITORY / "docs"}
     begins = {path.read_bytes()[:4] for path in paths if path.suffix not in {".py", ".md"}}
     # torch.save, JPEG, gzip
     assert not begins & {b"PK\3\4", b"\xff\xd8\xff\xe0", b"\xff\xd8\xff\xe1", b"\x1f\x8b\x08\x00"}

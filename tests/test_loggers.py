@@ -53,7 +53,6 @@ def leaves(folder, facts):
 
 
 def train_in(folder, images, names, *argv, world_size=1, faults=(), prepare=()):
-    """Train four epochs of three steps, with a record of each step."""
     words = [
         "--data-path", images, "--output-dir", folder / "run", *SMALL, "--batch-size", 4,
         "--epochs", 4, "--global-batch-size", 8, "--print-freq", 1, "--checkpoint-steps", 4,
@@ -163,7 +162,6 @@ def test_no_link_of_wandbs_name_in_the_folder_is_followed(image_folder, tmp_path
 
 
 def points_of_wandb(folder):
-    """Return the ids and the points of the runs in a folder."""
     paths, points = list(folder.glob("run/wandb/*/rows.jsonl")), {}
     rows = [row for path in paths for row in lines_of(path)]
     assert [number for number, _ in rows] == sorted({number for number, _ in rows})
@@ -175,7 +173,6 @@ def points_of_wandb(folder):
 
 
 def points_of_mlflow(folder):
-    """Return the ids and the points of the runs in a folder of MLflow."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")

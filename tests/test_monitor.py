@@ -36,7 +36,6 @@ def train_in(folder, images, *argv, world_size=1, faults=(), prepare=()):
 
 @pytest.fixture(scope="module")
 def finished(image_folder, tmp_path_factory):
-    """A finished run of four epochs that was never disturbed."""
     folder = tmp_path_factory.mktemp("monitored")
     train_in(folder, image_folder).check()
     return folder / "run"

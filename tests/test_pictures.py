@@ -23,7 +23,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def predictions(num_images=3000, num_classes=30, seed=0):
-    """Predictions of which some are wrong, of equal confidence, or sure."""
     generator = numpy.random.default_rng(seed)
     target = generator.integers(0, num_classes - 1, num_images)  # the last class has no images
     near = (target + generator.geometric(0.4, num_images) * generator.choice([-1, 1], num_images)) % num_classes

@@ -32,7 +32,6 @@ RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))
 
 @functools.cache
 def options_by_name(name):
-    """Return a recipe's options as a run on one process has them."""
     args = config.parse_args(argv_of_recipe(name))
     batch = args.global_batch_size or args.batch_size
     return args.replaced(distributed=False, device="cpu", global_batch_size=batch)
@@ -43,7 +42,6 @@ def needs_timm(args):
 
 
 def one_of_each(key, names=RECIPES):
-    """Return the first recipe of each value of a function of its options."""
     return list({str(key(options_by_name(name))): name for name in reversed(names)}.values())
 
 
@@ -260,15 +258,13 @@ def test_without_timm_the_message_says_what_to_install(monkeypatch):
 
 
 def timms_rates(args):
-    """Yield the rate of each epoch, by timm's schedulers as its script builds them."""
     schedulers = pytest.importorskip("timm.scheduler")
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
     warmup = {"warmup_t": args.lr_warmup_epochs, "warmup_lr_init": args.lr * args.lr_warmup_decay}
     if args.lr_scheduler == "cosineannealinglr":
         scheduler = schedulers.CosineLRScheduler(optimizer, args.epochs, lr_min=args.lr_min, **warmup)
     else:
-        scheduler = schedulers.StepLRScheduler(optimizer, decay_t=1, decay_rate=args.lr_gamma, warmup_prefix=False,
-                                               **warmup)  # fmt: skip
+        scheduler = schedulers.StepLRScheduler(optimizer, 1, args.lr_gamma, warmup_prefix=False, **warmup)
     for epoch in range(args.epochs):
         scheduler.step(epoch)
         yield optimizer.param_groups[0]["lr"]
@@ -291,20 +287,16 @@ def counted_in_parts(args, num):
 
 
 def rates_of(args):
-    """Return the options that the learning rates depend on."""
     return [args.epochs, *(value for name, value in sorted(vars(args).items()) if name.startswith("lr"))]
 
 
-def is_line(args):
-    return args.lr_scheduler in ("linearlr", "wsd")
+def is_torchs(name):
+    args = options_by_name(name)
+    return args.lr_scheduler not in ("linearlr", "wsd") and args.lr_warmup_prefix
 
 
 # Those of torch's schedulers, as torchvision puts them together, are compared in test_optim.py.
-NOT_TORCHS = [name for name, args in ((name, options_by_name(name)) for name in RECIPES)
-              if is_line(args) or not args.lr_warmup_prefix]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", one_of_each(rates_of, NOT_TORCHS))
+@pytest.mark.parametrize("name", one_of_each(rates_of, [name for name in RECIPES if not is_torchs(name)]))
 def test_learning_rates_are_the_sources(name):
     args = options_by_name(name)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
@@ -313,7 +305,7 @@ def test_learning_rates_are_the_sources(name):
     for part in range(args.epochs * num):
         lr_scheduler.set_position(*divmod(part, num), num)
         rates.append(optimizer.param_groups[0]["lr"])
-    reference = sources_rates if is_line(args) else timms_rates
+    reference = sources_rates if args.lr_scheduler in ("linearlr", "wsd") else timms_rates
     assert "-fast" not in name or args.lr_warmup_epochs == 2
     assert rates == pytest.approx(list(reference(counted_in_parts(args, num))), rel=1e-9, abs=1e-11)
 
@@ -392,9 +384,8 @@ def test_mobilenets_have_the_batchnorm_decay_and_operations_of_googles_files(siz
 
 
 def test_fast_crops_grow_as_in_ffcv():
-    """Its sizes, by the rule of its script."""
-    for epochs, (first, last) in {16: (11, 13), 24: (17, 20), 32: (23, 27), 40: (29, 34), 56: (41, 48),
-                                  88: (65, 76)}.items():  # fmt: skip
+    ramps = {16: (11, 13), 24: (17, 20), 32: (23, 27), 40: (29, 34), 56: (41, 48), 88: (65, 76)}
+    for epochs, (first, last) in ramps.items():
         for model in ("resnet18", "resnet50"):
             train, evaluation = presets.build_presets(options_by_name(f"{model}-fast{epochs}"))
             between = [int(np.round(np.interp(epoch, [first, last], [160, 192]) / 32)) * 32 for epoch in range(epochs)]

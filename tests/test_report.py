@@ -52,7 +52,6 @@ class Cells(HTMLParser):
 
 
 def write_run(folder, seed=0, lr=0.1, factor=1.0, fold=0, weights=""):
-    """Write the files of a run of two epochs of ten steps by hand."""
     folder.mkdir()
     values = [(step, 100 / step * factor) for step in (1, 10, 11, 20)]
     records = [{"kind": "train", "step": step, "loss": loss, "lr": lr} for step, loss in values]
@@ -128,13 +127,6 @@ def test_confusion_is_that_of_the_counts():
     (confusion,) = draw_confusion(["cat", "dog"], [[2, 1, 1], [0, 4, 0]], "title").axes
     assert confusion.images[0].get_array().tolist() == [[0.5, 0.25, 0.25], [0.0, 1.0, 0.0]]
     assert [text.get_text() for text in confusion.get_xticklabels()] == ["cat", "dog", "other"]
-
-
-def test_no_share_and_no_rate_is_drawn_below_zero(tmp_path):
-    runs = [write_run(tmp_path / f"s{seed}", seed=seed, factor=factor) for seed, factor in enumerate((0.1, 1.0, 9.0))]
-    for name, figure in draw_curves(group_seeds([LoggedRun(run) for run in runs])).items():
-        assert name == "loss" or figure.axes[0].get_ylim()[0] >= 0
-        assert all(band.get_paths()[0].vertices[:, 1].min() >= 0 for band in figure.axes[0].collections)
 
 
 def test_whatever_a_run_holds_is_escaped(tmp_path):

@@ -41,7 +41,6 @@ NAMESPACE = "torch.serialization.safe_globals([argparse.Namespace])"
 
 
 def names_of(node):
-    """Return the dotted names that a node of a module's syntax uses or imports."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -58,7 +57,6 @@ def call_offences(call):
 
 
 def offences(tree):
-    """Return the names in a module's syntax that are not allowed."""
     nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     found = [name for call in calls for name in call_offences(call)]

@@ -152,7 +152,6 @@ def test_a_read_that_fails_is_tried_again_and_then_stops(folder, times, monkeypa
 
 
 def opened(folder, state):
-    """Return what writes the records of a run in a folder."""
     monitor = Monitor(folder, state, {"tensorboard": EventFile})
     monitor.open()
     return monitor
@@ -204,7 +203,6 @@ def test_curves_that_were_lost_are_drawn_again_at_the_next_start_even_if_the_clo
 
 
 def node_environment(rank, world_size, port):
-    """What torchrun tells the only rank of each of several nodes."""
     return {**torchrun_environment(rank, world_size, port), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 

@@ -24,7 +24,6 @@ from tests.started import run_train
 
 
 def run(tmp_path: Path, name: str, *argv, largest_file=None) -> Outcome:
-    """Run a tool in a process of its own, and return what became of it."""
     return run_ranks(tool_rank, 1, name, argv, None, None, largest_file, log_folder=tmp_path, timeout_s=60)
 
 
@@ -126,15 +125,16 @@ def test_the_average_of_one_file_is_that_file_in_our_form(tmp_path):
 def test_checkpoints_that_cannot_be_averaged(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
+    state = state_at(2)
     states = {
-        "run/checkpoint-00000002": {},
-        "run/checkpoint-00000004": {},
-        "model": {"args": {**state_at(2)["args"], "model": "vgg11"}},
-        "shape": {"model": {"weight": torch.ones(3)}},
-        "classes": {"data": {**state_at(2)["data"], "classes": ["a", "c"]}},
+        "run/checkpoint-00000002": state,
+        "run/checkpoint-00000004": state,
+        "model": state | {"args": state["args"] | {"model": "vgg11"}},
+        "shape": state | {"model": {"weight": torch.ones(3)}},
+        "classes": state | {"data": state["data"] | {"classes": ["a", "c"]}},
     }
-    for name, changes in states.items():
-        torch.save({**state_at(2), **changes}, tmp_path / f"{name}.pth")
+    for name, content in states.items():
+        torch.save(content, tmp_path / f"{name}.pth")
     first, output = folder / "checkpoint-00000002.pth", tmp_path / "averaged.pth"
     os.link(first, folder / "best.pth")
     for argv, words in [
@@ -172,8 +172,6 @@ def test_statistics_are_those_of_torchs_own_update(started, image_folder, tmp_pa
 
 
 class Pair(torch.nn.Module):
-    """Two BatchNorms, one of which no image passes."""
-
     def __init__(self):
         super().__init__()
         self.bn, self.aux = torch.nn.BatchNorm2d(3, momentum=0.3), torch.nn.BatchNorm2d(3)
@@ -199,11 +197,9 @@ def test_statistics_that_cannot_be_estimated(started, image_folder, tmp_path):
     torch.save({"model": bad, "args": {"model": "timm/tiny_test", "val_crop_size": 32}}, tmp_path / "huge.pth")
     checkpoint, output = started.out / "checkpoint.pth", tmp_path / "new.pth"
     command = ["--device", "cpu", "--output", output, "--reestimate-bn"]
-    for argv, words in [
-        ([tmp_path / "plain.pth", *command, image_folder], "squeezenet1_1 has no BatchNorm"),
-        ([tmp_path / "huge.pth", *command, image_folder], "its statistics are not finite"),
-    ]:
-        assert words in refused(run(tmp_path, "average", *argv), "average")
+    for name, words in [("plain", "squeezenet1_1 has no BatchNorm"), ("huge", "its statistics are not finite")]:
+        outcome = run(tmp_path, "average", tmp_path / f"{name}.pth", *command, image_folder)
+        assert words in refused(outcome, "average")
     full = run(tmp_path, "average", checkpoint, *command, image_folder, largest_file=1000)
     assert "cannot be written" in refused(full, "average")
     assert not list(tmp_path.glob("new.pth*"))

@@ -29,7 +29,6 @@ WORDS = {
 
 
 def commands():
-    """Return the commands of the page's first block, as they are typed."""
     block = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1]
     for page, ours in WORDS.items():
         assert page in block
@@ -38,7 +37,6 @@ def commands():
 
 
 def run(folder, words, stdout=None):
-    """Run a command line in a folder, forked from a warm server; return what it said."""
     launcher, *words = words
     world_size = 1
     if launcher == "torchrun":
