@@ -174,8 +174,8 @@ def test_a_record_of_another_form_is_named_in_one_line(finished, root, change):
 
 def start_python(words, env, **options):
     """Stand for Popen of train.py or torchrun: fork it, but for what a Python reads while it starts."""
-    is_special = any(env.get(name) != os.environ.get(name) for name in ledger._AVX2) or env["OMP_NUM_THREADS"] != "1"
-    if is_special:
+    is_as_here = all(env.get(name) == os.environ.get(name) for name in ledger._AVX2)
+    if not is_as_here or env["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"] != "1":
         return subprocess.Popen(words, env=env, **options)
     done = run_forked(words, env)
     options["stdout"].write(done.stdout.encode())
