@@ -52,6 +52,7 @@ def test_other_spellings():
         (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
         (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
         (["--batch-size", "12", "--global-batch-size", "64"], "is not a multiple of --batch-size 12; give 60"),
+        (["--batch-size", "12", "--global-batch-size", "6"], "is not a multiple of --batch-size 12; give 12"),
         (["--overwrite", "--resume", "auto"], "give only one of them"),
         (["--test-only"], "--test-only needs something to evaluate"),
         (["--test-only", "--resume", "auto"], "needs --output-dir"),
@@ -70,6 +71,7 @@ def test_other_spellings():
         (["-b--"], "argument -b/--batch-size: expected a value, not --"),
         (["--weights", f"runs/{'x' * 256}", "--ema"], "...: a name in it has more than 255 characters"),
         (["--weights", "m.pth", "--ema"], "--weights m.pth is not there or no file; give --weights FILE"),
+        (["--ema"], "--weights is not given; give --weights FILE"),
         (["--output-dir", ""], "--output-dir is empty"),
         (["--multi-label"], "--multi-label: softmax losses need exactly one class per image; give --criterion bce"),
         (["--multi-label", "/", "--bce-loss"], "--multi-label /: expected one character that separates labels, other"),
@@ -263,7 +265,9 @@ def test_a_written_recipe_holds_the_defaults_and_what_was_given_but_neither_plac
 
 
 def test_what_is_derived_is_said_once(monkeypatch):
-    record, lines = config.on_machine(parse("--model", "resnet50"))
+    args = parse("--model", "resnet50")
+    record, lines = config.on_machine(args)
+    assert (args.output_dir, args.workers) == (None, None)
     assert record.output_dir == "runs/resnet50"
     assert 1 <= record.workers <= 16
     for option in ("--device", "--workers", "--output-dir"):

@@ -114,7 +114,7 @@ def test_options_of_a_checkpoint_to_evaluate_are_checked(started, tmp_path):
     state = load_checkpoint(started.out / "checkpoint.pth", "it")
     place = started.argv.index("--val-crop-size")
     argv = [*started.argv[:place], *started.argv[place + 2 :], "--test-only", "--resume", tmp_path / "other.pth"]
-    for value in ("x", -5):
+    for value in ("x", 10**9, -5):
         state["args"]["val_crop_size"] = value
         torch.save(state, tmp_path / "other.pth")
         refused(run_train(tmp_path, *argv), "--val-crop-size")

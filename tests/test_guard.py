@@ -189,6 +189,14 @@ def test_the_version_of_whatever_makes_pixels_is_recorded(kind):
         assert re.search(r"\d+\.\d+[.\d]*", str(found))[0] in known
 
 
+def test_an_older_checkpoint_that_names_fewer_decoders_resumes_without_a_word(capsys):
+    state = state_of(parse())
+    for name in ("heif", "avif", "webp", "libtiff", "source"):
+        state["environment"].pop(name, None)
+    guard.check_options(state, parse("--resume", "auto"))
+    assert capsys.readouterr().out == ""
+
+
 def test_the_hash_of_the_project_is_that_of_its_code_wherever_it_lies(tmp_path):
     for folder in ("checkpointing", "distributed", "loading", "models", "monitoring", "scripts", "settings", "."):
         (tmp_path / folder).mkdir(exist_ok=True)

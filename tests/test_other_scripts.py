@@ -112,7 +112,9 @@ def test_a_whole_command_of_timms_means_the_same_here():
     ("-p 1 --batch_size 8", "--print-freq 1 --batch-size 8 --global-batch-size 8"),
     ("--gp max --model-kwargs a=1 --model-kwargs b=2", "--model-kwargs a=1 b=2 global_pool=max"),
     ("--lr-base 0.1 --lr-base-size 512", "--lr 0.1 --lr-scaling-batch 512 --lr-scaling linear"),
-    ("--tta 2", "--eval-flip"), ("--torchcompile inductor", "--compile"),
+    ("--tta 2", "--eval-flip"), ("--torchcompile inductor", "--compile"), ("--torchcompile", "--compile"),
+    ("--apex --apex-opt-level O1", "--amp"), ("--gaussian-blur-prob 0.2", "--blur-prob 0.2"),
+    ("--clip-grad 0.02 --clip-mode agc", "--clip-agc 0.02"),
     # torchvision's parser takes unique beginnings; forks name a file.
     ("--batch 64 --epoch 3 --tes", "--batch-size 64 --epochs 3 --test-only"),
     ("--pretrained best.pth.tar", "--weights best.pth.tar"),
@@ -139,9 +141,16 @@ def test_lines(line, expected):
     "--lr-w 3", "--sched cosin --dr 0.2", "--sched plateau", "--output",
     "--remode rand", "--drop-path 0.2 --dropout 0.1 --drop 0.3", "e --batch_size 64 -j8", "--batch_size x",
     "--recipe resnet50-v1 --crop-pct 0.9", "--input-size 3 96 64", "--arch", "--data-dir d --modell vgg11",
+    "--smoothing 0.1 --epoch", "--xyzzy", "--batch_size 1 --modell",
 ])  # fmt: skip
 def test_no_command_is_proposed_where_a_word_is_not_understood(line):
     assert translated(f"d {line}")[1] is None
+
+
+@pytest.mark.parametrize("flag", ["--epoch 5", "--epo 5", "--dataset_dir d", "--wandb-proj x", "--scale-lr 1"])
+def test_no_typo_is_taken_for_a_flag_that_is_not_here(flag):
+    meant = re.findall(r"did you mean (--[\w-]+)", " ".join(translated(f"--data-path d {flag}")[0]))
+    assert all(name in KNOWN or other_scripts.FLAGS[name].here.startswith("--") for name in meant)
 
 
 def test_the_page_shows_the_rows():
@@ -162,6 +171,7 @@ def test_the_page_shows_the_rows():
     ("--vflip 0. --no-aug", "--vflip 0. is not needed here'"), ("--warmup-epochs 5", "5 --lr-warmup-method linear'"),
     ("--recovery-interval 9", "is --checkpoint-steps 9'"), ("--remode rand", "rand is nearer pixel)'"),
     ("--clip-mode x", "not supported here'"), ("--decay-epochs 40.0", "is --lr-step-size 40'"),
+    ("--batch_size 8", "is --batch-size'"), ("--opt-foo 3", "is unknown'"), ("--vflip 0.5", "not supported here'"),
 ])  # fmt: skip
 def test_what_is_said_of_a_flag(line, expected):
     assert expected in str(translated(line)[0])
@@ -217,6 +227,9 @@ def test_help_on_a_word(capsys):
     shown = capsys.readouterr().out
     assert "--cutmix-alpha" in shown
     assert "--epochs" not in shown
+    with pytest.raises(SystemExit):
+        config.parse_args(["--help", "drop-path"])
+    assert "--stochastic-depth P" in capsys.readouterr().out
     with pytest.raises(UserError, match="--help xyzzy"):
         config.parse_args(["--help", "xyzzy"])
 

@@ -279,7 +279,7 @@ def test_a_second_run_is_refused_by_the_name_of_the_first_or_waits_for_its_end(s
     wait_for(lambda: (out / ".lock").exists() and "started" in (out / ".lock").read_text())
     pid = int(re.search(r"pid (\d+)", (out / ".lock").read_text())[1])
     before, argv = state_of(out), list(map(str, [*started.argv, "--output-dir", out, "--epochs", 3]))
-    for extra in (["--resume", "auto"], ["--overwrite"]):
+    for extra in (["--resume", "auto"], ["--overwrite"], []):
         outcome = run_ranks(hasty_rank, 1, [*argv, *extra], 0.3, log_folder=tmp_path)
         refused(outcome, f"pid {pid},", "host ", "started ", code=6)
     assert state_of(out) == before
