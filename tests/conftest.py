@@ -25,11 +25,6 @@ def pytest_unconfigure():
     gc.unfreeze()  # or Triton's binding prints a list of the objects that nobody has freed
 
 
-def pytest_collection_modifyitems(items):
-    """Begin with the tests of Slurm, which wait for most of their time, and which no second worker can take then."""
-    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
-
-
 def pytest_collection():
     """Look for no garbage in all that is imported, which stays: that would take a quarter of the time."""
     gc.disable()

@@ -57,6 +57,7 @@ def test_the_bare_step_makes_the_updates_of_the_loop():
             torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.cluster
 def test_a_race(image_folder, tmp_path):
     command = ["loader", "--data-path", image_folder, "--rounds", 2, "--images", 9, "--batch-size", 4]
     command += ["--against", "ours-pillow", "torchvision", "torchvision-uint8", "--cores", 2]

@@ -24,7 +24,7 @@ def start(launcher, *words):
     return subprocess.run(command, check=False, **how)
 
 
-@pytest.mark.dist
+@pytest.mark.cluster
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_same_bits_by_mpirun_and_after_a_killed_process(image_folder, tmp_path, launcher):
     if shutil.which(launcher) is None and "CI" not in os.environ:

@@ -21,7 +21,7 @@ from tests.started import PLAIN
 DAEMONS = ["munged", "slurmctld", "slurmd"]
 # CI must not pass without it; who has it not may still run the other tests.
 pytestmark = [
-    pytest.mark.slurm,
+    pytest.mark.cluster,
     pytest.mark.skipif(
         not (os.geteuid() == 0 and all(map(shutil.which, DAEMONS))) and "CI" not in os.environ,
         reason="needs root, and Debian's slurm-wlm and munge",
