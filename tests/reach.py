@@ -139,8 +139,8 @@ def make_map():
     """Run the suite, recording; a test that fails is left out."""
     shutil.rmtree(FOLDER / "reached", ignore_errors=True)
     (FOLDER / "reached").mkdir(parents=True)
-    words = ["-p", "tests.reach", "--reach-map", "-m", "not slow and not cluster", "-n", "4", "-q", "--dist", "worksteal"]
-    subprocess.run([sys.executable, "-m", "pytest", "-p", "no:randomly", *words], cwd=REPOSITORY, check=False)
+    words = "-m pytest -p no:randomly -p tests.reach --reach-map --numprocesses 4 --dist worksteal -q".split()
+    subprocess.run([sys.executable, *words, "-m", "not slow and not cluster"], cwd=REPOSITORY, check=False)
     merge()
 
 
