@@ -38,6 +38,7 @@ REPOSITORY = reach.REPOSITORY
 WORKERS = 2
 KNOWN = REPOSITORY / "tests" / "survivors.txt"
 JOBS, RESULTS = reach.FOLDER / "jobs.json", reach.FOLDER / "results.jsonl"
+KILLERS = reach.FOLDER / "killers.json"  # the test that noticed a fault the last time, which runs first
 # What decides numbers and safety. Of the first three, whose tests are whole runs, at least ten are drawn.
 FIRST = ["run.py", "distributed/decision.py", "models/ema.py"]
 WEIGHED = """
@@ -320,13 +321,15 @@ def draw(files, number, seed):
 def jobs_of(mutants, found):
     """Return the jobs of the mutants, and those that no test reaches."""
     seconds = dict(enumerate(found["seconds"]))
+    killers = json.loads(KILLERS.read_text()) if KILLERS.exists() else {}
     for mutant in mutants:
         *_, (first, last), text = mutant.build()
         if text.rpartition(" -> ")[0].endswith(": " + text.rpartition(" -> ")[2]):
             continue  # two arguments that are the same
         rows = found["lines"].get(mutant.file, {})
         tests = {test for line in range(first, last + 1) for test in rows.get(str(line), [])}
-        tests = sorted(tests, key=lambda test: (seconds[test], test))
+        killer = killers.get(text)
+        tests = sorted(tests, key=lambda test: (found["tests"][test] != killer, seconds[test], test))
         used, split = 0.0, 0
         while split < len(tests) and used < PASS_S:
             used += seconds[tests[split]]
@@ -402,8 +405,10 @@ def main():
         if done > shown:
             shown = done
             print(f"{done} of {len(jobs)}", file=sys.stderr, flush=True)
-    JOBS.unlink()
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    killers = json.loads(KILLERS.read_text()) if KILLERS.exists() else {}
+    killers |= {each["text"]: each["killed_by"][0] for each in results if each["mutant"] and each["killed_by"]}
+    KILLERS.write_text(json.dumps(killers))
     results += [{**job, "killed_by": [], "is_planted": True} for job in jobs if not job["tests"]]
     return 1 if report(results) else 0
 
