@@ -82,6 +82,7 @@ def fails_later():
         return image if len(seen) < 20 else 1 / 0
     return augment
 
+ends_later = lambda: lambda output, target: sys.exit(0) if len(target) > 6 else output.mean()
 apart = lambda parameters, lr, weight_decay: Noisy(parameters, lr, 0, torch.Generator().manual_seed(os.getpid()))
 line = lambda epoch, epochs: 1 - epoch / epochs
 tensor_line = lambda epoch, epochs: torch.tensor(1 - epoch / epochs, dtype=torch.float64)
@@ -151,7 +152,7 @@ def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_pat
     assert found["args"]["code"] in (tmp_path / "killed" / "recipe.toml").read_text()
 
 
-def test_own_code_that_does_the_same_gives_the_same_numbers(started, mine, tmp_path):
+def test_own_code_that_does_the_same_gives_the_same_numbers_and_an_evaluation_says_without_it(started, mine, tmp_path):
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     started.go_on(tmp_path, theirs, "--label-smoothing", "0.1", "--lr-scheduler", "linearlr").check()
     own = ["--lr-scheduler", f"{mine}:line", "--opt", f"{mine}:sgd"]
@@ -160,6 +161,9 @@ def test_own_code_that_does_the_same_gives_the_same_numbers(started, mine, tmp_p
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
     assert f"--criterion {mine}:smooth" in outcome.output  # the command to evaluate it
+    argv = [*started.argv, "--test-only", "--resume", ours / "checkpoint.pth"]
+    assert "evaluating with cross-entropy; give --criterion" in run_train(tmp_path, *argv).check().output
+    assert "evaluating with" not in run_train(tmp_path, *argv, "--criterion", f"{mine}:smooth").check().output
     exact = tmp_path / "exact"  # an optimizer and a schedule alone have the bits of the library's
     started.go_on(tmp_path, exact, *own, "--label-smoothing", "0.1").check()
     check_same_weights(exact, theirs, "model", "optimizer")
@@ -178,13 +182,11 @@ def test_an_own_augmentation_draws_the_same_with_any_number_of_workers(started, 
 @pytest.mark.parametrize(("option", "words"), [
     ("--auto-augment {}:fails_later", ["--auto-augment has failed: ZeroDivisionError: division by zero"]),
     ("--data-path {}:no_bytes_later", ["cannot read image train/", "its source's read failed: TypeError"]),
+    ("--criterion {}:ends_later", ["code of your own has raised SystemExit(0); let it raise an Exception"]),
 ])  # fmt: skip
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_own_code_that_fails_in_a_loader_is_one_line_that_blames_the_right_one(
-    started, mine, tmp_path, num_workers, option, words
-):
-    argv = [*option.format(mine).split(), "--workers", num_workers]
-    outcome = started.go_on(tmp_path, tmp_path / "out", *argv)
+def test_own_code_that_fails_later_is_blamed_in_one_line(started, mine, tmp_path, num_workers, option, words):
+    outcome = started.go_on(tmp_path, tmp_path / "out", *option.format(mine).split(), "--workers", num_workers)
     refused(outcome, *words, code=1)
     assert (".png" in outcome.output.splitlines()[-1]) == (len(words) > 1)  # an image only where it is at fault
 
@@ -286,12 +288,6 @@ def test_own_code_that_cannot_be_used_is_refused(started, mine, tmp_path, option
     assert not [*tmp_path.glob("out/*.pth")]
 
 
-def test_own_code_that_ends_python_later_is_one_line(started, mine, tmp_path):
-    mine.write_text(f"{SAME}\nit = lambda: lambda output, target: sys.exit(0) if len(target) > 6 else output.mean()\n")
-    words = "code of your own has raised SystemExit(0); let it raise an Exception"
-    refused(started.go_on(tmp_path, tmp_path / "out", "--criterion", f"{mine}:it"), words, code=1)
-
-
 @pytest.mark.dist
 def test_draws_and_buffers_of_own_code_have_the_same_bits_on_any_ranks_and_after_a_kill(started, mine, tmp_path):
     argv = ["--model", f"{mine}:Counting", "--opt", f"{mine}:Noisy", "--criterion", f"{mine}:noisy_loss"]
@@ -310,8 +306,8 @@ def test_draws_and_buffers_of_own_code_have_the_same_bits_on_any_ranks_and_after
 
 @pytest.mark.dist
 def test_ranks_whose_weights_differ_end_the_run_before_a_save(started, mine, tmp_path):
-    argv = ["--opt", f"{mine}:apart", "--global-batch-size", 8, "--batch-size", 4]
-    outcome = started.go_on(tmp_path, tmp_path / "out", *argv, world_size=2)
+    argv = [tmp_path / "out", "--opt", f"{mine}:apart", "--global-batch-size", 8, "--batch-size", 4]
+    outcome = started.go_on(tmp_path, *argv, world_size=2)
     refused(outcome, "after step 1 ranks have different weights than rank 0: use only", code=1)
     assert not list((tmp_path / "out").glob("*.pth"))
 
@@ -341,13 +337,6 @@ def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(
     (tmp_path / "a" / "parts" / "scale.py").write_text("SCALE = 2")
     words = "the file of --opt (parts), --criterion (parts) has changed since", "--allow-change code"
     refused(started.go_on(tmp_path, tmp_path / "out", *own, *resumed), *words)
-
-
-def test_an_evaluation_without_the_loss_says_so(started, mine, tmp_path):
-    started.go_on(tmp_path, tmp_path / "out", "--criterion", f"{mine}:smooth", "--epochs", 1).check()
-    argv = [*started.argv, "--test-only", "--resume", tmp_path / "out" / "checkpoint.pth"]
-    assert "evaluating with cross-entropy; give --criterion" in run_train(tmp_path, *argv).check().output
-    assert "evaluating with" not in run_train(tmp_path, *argv, "--criterion", f"{mine}:smooth").check().output
 
 
 def test_the_heat_map_of_the_page_is_the_sum_of_features_by_the_classifiers_weights(tmp_path):

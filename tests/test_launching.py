@@ -22,7 +22,6 @@ SCRIPTS = {
     **{f"block{number}": f"#!/usr/bin/env bash\n{block}" for number, block in enumerate(BASH)},
     **{path.name: path.read_text() for path in (REPOSITORY / "scripts").glob("*.sh")},
 }
-DOCKERFILE = (REPOSITORY / "scripts" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -37,20 +36,12 @@ def test_every_shell_block_and_script_is_sound(name, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def tracked():
-    return subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        capture_output=True, text=True, timeout=60, check=True, cwd=REPOSITORY,
-    ).stdout.split()  # fmt: skip
-
-
-def copied():
-    return {source for line in DOCKERFILE if line.startswith("COPY ") for source in line.split()[1:-1]}
-
-
 def test_the_image_holds_every_module_and_package_and_nothing_else():
-    packages = {name.split("/")[0] for name in tracked() if re.fullmatch(r"\w+/(.*\.py|\w+\.toml)", name)} - {"tests"}
-    sources = copied()
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    tracked = subprocess.check_output(listed, text=True, timeout=60, cwd=REPOSITORY).split()
+    packages = {name.split("/")[0] for name in tracked if re.fullmatch(r"\w+/(.*\.py|\w+\.toml)", name)} - {"tests"}
+    lines = (REPOSITORY / "scripts" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    sources = {source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]}
     assert sources == packages | {"*.py", "LICENSE", "requirements.txt"}
     ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignored if line.startswith("!")} == sources
@@ -88,13 +79,17 @@ def test_a_container_succeeds_only_when_its_run_is_finished(tmp_path, state, cod
     assert (tmp_path / "out" / "said").read_text() == f"train.py --output-dir {tmp_path}/out --resume auto --epochs 3\n"
 
 
-def test_a_container_that_is_told_to_end_tells_torchrun_and_waits_for_it(tmp_path):
-    action = """trap 'sleep 0.5; touch "$OUT/saved"; exit 0' TERM; touch "$OUT/ready"; while :; do sleep 0.1; done"""
-    container = start_container(tmp_path, action)
+@pytest.mark.parametrize(("action", "programs", "left"), [
+    ("""trap 'sleep 0.5; touch "$OUT/saved"; exit 0' TERM; touch "$OUT/ready"; while :; do sleep 0.1; done""",
+     {}, {"said", "ready", "saved"}),
+    ("", {"python3": '#!/usr/bin/env bash\ntouch "$OUT/ready"\nsleep 1\n'}, {"ready"}),  # it looks for a GPU
+])  # fmt: skip
+def test_a_container_that_is_told_to_end_does_not_begin_or_tells_torchrun_and_waits(tmp_path, action, programs, left):
+    container = start_container(tmp_path, action, **programs)
     wait_for((tmp_path / "out" / "ready").exists)
     container.send_signal(signal.SIGTERM)
     assert container.wait(30) == 1
-    assert (tmp_path / "out" / "saved").exists()
+    assert {path.name for path in tmp_path.glob("out/*")} == left
 
 
 # Fails in training, and with REFUSED in the trial before it too, unless torchrun has restarted.
@@ -111,14 +106,13 @@ class Loss(nn.CrossEntropyLoss):
 RUN = "--synthetic 8 --epochs 1 --batch-size 4 --model tests/tiny.py:Tiny"
 
 
-@pytest.mark.dist
+@pytest.mark.dist  # with the real torchrun, without a GPU
 @pytest.mark.parametrize(("words", "variables", "code", "expected"), [
     ("--data-path /nowhere", {"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "1"}, 2, "/nowhere is not a folder"),
     (f"{RUN} --criterion own.py:Loss", {"REFUSED": "", "PET_MAX_RESTARTS": "1"}, 1, "ZeroDivisionError: a bug"),
     pytest.param(RUN, {}, 0, "1 process on this node", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_container_ends_with_2_for_a_start_that_was_refused_alone(tmp_path, words, variables, code, expected):
-    """With the real torchrun, without a GPU."""
     (tmp_path / "own.py").write_text(OWN)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")} | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
@@ -128,15 +122,6 @@ def test_a_container_ends_with_2_for_a_start_that_was_refused_alone(tmp_path, wo
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert not [*tmp_path.glob("tmp.*")]  # the refusals
     assert (done.returncode, expected in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
-
-
-def test_a_container_that_is_told_to_end_while_it_looks_for_a_gpu_does_not_begin(tmp_path):
-    looks = '#!/usr/bin/env bash\ntouch "$OUT/looks"\nsleep 1\n'
-    container = start_container(tmp_path, "", python3=looks)
-    wait_for((tmp_path / "out" / "looks").exists)
-    container.send_signal(signal.SIGTERM)
-    assert container.wait(30) == 1
-    assert not (tmp_path / "out" / "said").exists()
 
 
 NOHUP = {"torchrun": "preempted", "torchrun --signals-to-handle SIGTERM,SIGINT,SIGQUIT": "running"}

@@ -13,8 +13,6 @@ from checkpointing.archive import load_checkpoint
 from tests.endings import differing, differing_results, flatten
 from tests.started import DAMAGES, damage_truncated, refused, run_train, state_of
 
-BEFORE_A_STEP = [(0, "torch.optim.SGD.step", 1, "before")]
-
 
 def check_same_weights(ours, theirs, *parts):
     found, expected = (load_checkpoint(folder / "checkpoint.pth", "it") for folder in (ours, theirs))
@@ -123,9 +121,9 @@ def test_test_only_writes_nothing_where_the_newest_is_damaged_and_needs_a_checkp
 
 
 def test_an_older_file_supersedes_the_newer_ones_and_loses_nothing_when_killed_at_once(started, tmp_path):
-    out = started.copy(tmp_path / "out")
+    out, kill = started.copy(tmp_path / "out"), [(0, "torch.optim.SGD.step", 1, "before")]
     for resume in [out / "checkpoint-00000004.pth", "auto"]:
-        outcome = started.go_on(tmp_path, out, "--resume", resume, "--epochs", 2, faults=BEFORE_A_STEP)
+        outcome = started.go_on(tmp_path, out, "--resume", resume, "--epochs", 2, faults=kill)
         assert outcome.codes == [-9]
         assert "resumed step 4 " in outcome.output
     assert (out / "superseded-checkpoint-00000006.pth").exists()
