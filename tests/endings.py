@@ -27,11 +27,8 @@ MACHINE_FIELDS = {
 _OF_THE_START = {"args", "environment"}
 _OF_THE_EVALUATION = {"position", *BEST_NAMES.values()}
 _OF_THE_PROCESS = {"command", "host", "pid", "started", "launch", "environment"}
-_OF_THE_COMMAND = {
-    *(name for name, option in BY_NAME.items() if option.resume == SILENT),
-    *guard._DERIVED,
-    "output_dir",
-}
+_OF_THE_COMMAND = {name for name, option in BY_NAME.items() if option.resume == SILENT}
+_OF_THE_COMMAND |= guard._DERIVED | {"output_dir"}
 
 
 class Ending:
@@ -63,7 +60,6 @@ class Ending:
                 self.values[name] = f"cannot be read: {error!r}"
 
     def differences(self, expected: "Ending") -> list[str]:
-        """Return the first things in which this ending is not the expected one."""
         ours, theirs = flatten(self.values), flatten(expected.values)
         return [f"{name}: {ours.get(name)!r:.200} for {theirs.get(name)!r:.200}" for name in unequal(ours, theirs)][:10]
 
@@ -106,7 +102,6 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def _read_records(path: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl, but for what the machine decides."""
     return exact(map(json.loads, path.read_text().splitlines()))
 
 
@@ -147,11 +142,10 @@ _READERS = {
 
 
 def flatten(value, name: str = "") -> dict:
-    """Return the leaves of nested dicts and lists by their paths."""
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
     if isinstance(value, dict):
         return {k: v for key, item in value.items() for k, v in flatten(item, f"{name}/{key}").items()}
-    if isinstance(value, (list, tuple)):
-        return {k: v for key, item in enumerate(value) for k, v in flatten(item, f"{name}/{key}").items()}
     return {name: value}
 
 
@@ -162,7 +156,6 @@ def equal(ours, theirs) -> bool:
 
 
 def unequal(ours: dict, theirs: dict) -> list[str]:
-    """Return the names under which two dicts hold different values, or only one holds any."""
     names = sorted(ours.keys() | theirs.keys())
     return [name for name in names if not equal(ours.get(name, "nothing"), theirs.get(name, "nothing"))]
 

@@ -127,21 +127,15 @@ class Far(torch.Tensor):
     @staticmethod
     def __new__(cls, raw, mark=None, requires_grad=False):
         shape = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, raw.shape, device="far:0", requires_grad=requires_grad, **shape
-        )
-        tensor.raw, tensor.mark = raw, mark
-        if mark is None:
-            tensor.mark = [device.stream_now, device.stream_now.now]
+        shape |= {"device": "far:0", "requires_grad": requires_grad}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, raw.shape, **shape)
+        tensor.raw, tensor.mark = raw, mark or [device.stream_now, device.stream_now.now]
         return tensor
 
     def __reduce_ex__(self, protocol):
         # As torch saves tensors of devices without storages: loaded to where `map_location` says.
         arguments = self.detach().cpu(), self.dtype, str(self.device), self.requires_grad
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
-
-    def __repr__(self):
-        return f"Far({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -154,7 +148,6 @@ def poison(raw):
 
 
 def call(func, args, kwargs):
-    """Run an op of which an argument is a tensor of the device, or whose result is to be one."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         return func.decompose(*args, **kwargs)  # which nobody has done yet in inference mode
     name, to = func._schema.name.removeprefix("aten::"), kwargs.get("device")
@@ -265,10 +258,9 @@ def _cast(op, to):
         def cast(tensor):
             return tensor.to(to()) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
+        args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
         with torch._C._ExcludeDispatchKeyGuard(without):
-            return op(
-                *pytree.tree_map_only(torch.Tensor, cast, args), **pytree.tree_map_only(torch.Tensor, cast, kwargs)
-            )
+            return op(*args, **kwargs)
 
     return kernel
 

@@ -123,7 +123,6 @@ class Runs:
         return [str(word) for word in words]
 
     def run(self, name, world_size, *extra, faults=(), prepare=(), shards=4, **how):
-        """Run it on some processes; further arguments as of `train_rank` and `run_ranks`."""
         logs = self.folder / f"{name}-logs"
         logs.mkdir(parents=True, exist_ok=True)
         argv = self.argv(name, *extra, shards=shards)
@@ -137,7 +136,6 @@ class Runs:
         return sorted(int(path.name[11:19]) for path in (self.folder / name).glob("checkpoint-0*.pth"))
 
     def final(self, name):
-        """Return everything that a run ended with, as {name: tensor or number}."""
         path = self.folder / name / "checkpoint.pth"
         return flatten({k: v for k, v in load_checkpoint(path, str(path)).items() if k not in ("args", "environment")})
 

@@ -10,7 +10,6 @@ import sys
 from functools import partial
 
 import pytest
-import torch
 
 import data
 from checkpointing import agreement
@@ -50,18 +49,14 @@ NEEDED = {
 }  # fmt: skip
 # Those by which rank 1 ends before it joins, or is refused alone for what its model, data or device cannot do.
 ALONE = {"list_recipes", "dry_run", "sync_bn", "multi_label", "grad_checkpointing"}
-
-# Of options that no word of rank 1 shows.
 SHOWN = {"list_recipes": "no --list-recipes from the command"}
 
 
-def words_of_both(folder, is_test=False):
-    evaluation = ["--test-only", "--weights", f"{folder}/weights.pth"] * is_test
-    return [*BOTH, "--data-path", f"{folder}/node-0", *evaluation]
+def words_of_both(folder):
+    return [*BOTH, "--data-path", f"{folder}/node-0"]
 
 
 def words_of(name, folder):
-    """Return the words of both ranks, and those of rank 1, by the entry of an option and the two tables."""
     option, both = BY_NAME[name], words_of_both(folder)
     needed, _, values = option.needs.partition("=")
     if name in NEEDED:
@@ -104,13 +99,12 @@ def argv_of(both, mine, rank):
 
 def compare_each(rank, world_size, check, cases, out):
     """Note the refusal of each case by its name: words of both, words of rank 1, and rank 1's change of the machine."""
-    texts, real = {}, agreement.describe_environment
+    texts, real = dict.fromkeys(cases, ""), agreement.describe_environment
     for name, (both, mine, change) in cases.items():
         args = config.parse_args(argv_of(both, mine, rank))
         args = config.Resolved(**vars(args) | {"rank": rank, "world_size": 2, "distributed": True, "gpu": 0})
         other = change if rank else {}
         agreement.describe_environment = lambda args, other=other: {**real(args), **other}
-        texts[name] = ""
         try:
             check(args)
         except UserError as error:
@@ -119,7 +113,6 @@ def compare_each(rank, world_size, check, cases, out):
 
 
 def compare(cases, tmp_path, check=agreement.check_processes):
-    """Return the refusal of each case, the same on both ranks, and rank 0's lines."""
     output = run_check(2, compare_each, tmp_path, check, cases, tmp_path).outputs[0]
     texts, theirs = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert texts == theirs
@@ -157,11 +150,14 @@ def test_a_line_names_several_options_and_where_they_are_from_and_machines_choos
         # As where one processor has no instructions for bfloat16: rank 0's counts.
         "a processor's": ([*both, *slow], other, {}),
         "threads": ([*both, "--resume", "auto", "--allow-change", "threads"], [], {"threads": 7}),
+        "no promise of bits": ([*both, "--no-use-deterministic-algorithms"], [], {"threads": 5, "cpu": "AVX1"}),
     }
     texts, output = compare(cases | allowed, tmp_path)
     for words, text in texts.items():
         assert text == "" if words in allowed else words in text, (words, text)
     assert "rank 1 computes otherwise than rank 0: 7 threads (OMP_NUM_THREADS) (rank 0: 1 threads" in output
+    lines = [line for line in output.splitlines() if "computes otherwise" in line and "cpu AVX1 (rank 0: " in line]
+    assert [" 5 threads " in line for line in lines] == [True]
 
 
 def test_each_version_is_refused_and_each_machine_is_said_once(folder, tmp_path):
@@ -195,8 +191,7 @@ SAMPLE = {*random.Random(56).sample(sorted(BY_NAME), 2), "dry_run", "output_dir"
 @pytest.mark.parametrize("name", some_slow(BY_NAME, BY_NAME.keys() - SAMPLE))
 def test_a_run_whose_rank_1_has_another_option_is_refused_or_has_the_same_bits(folder, tmp_path, name):
     both, mine = words_of(name, folder)
-    both += ["--dist-timeout", "0.05"] * (name in ALONE)
-    outcome = train_differing(tmp_path, both, mine)
+    outcome = train_differing(tmp_path, both + ["--dist-timeout", "0.05"] * (name in ALONE), mine)
     if name in ALONE:
         assert outcome.codes[0] in (1, -15), outcome.output  # it has waited for the other, or was ended with it
     elif BY_NAME[name].ranks == OWN:
@@ -226,8 +221,7 @@ class Model(Tiny):
 
 
 @pytest.fixture
-def places(tmp_path):
-    """Two folders, as of two nodes, each with a file of own code and a module that it imports."""
+def places(tmp_path):  # as of two nodes
     places = [tmp_path / f"node{rank}" for rank in range(2)]
     for place in places:
         place.mkdir()
@@ -260,20 +254,6 @@ def test_other_first_weights_are_refused_before_the_folder_is_claimed(folder, pl
     words = "rank 1 starts from other weights than rank 0: Model.fc.bias ", "(rank 0: Model.fc.bias "
     refused(train_differing(tmp_path, both, [], places), *words)
     assert not (tmp_path / "out" / "run.json").exists()
-
-
-def be_on_another_machine():
-    torch.set_num_threads(2)
-    torch.backends.cpu.get_cpu_capability = lambda: "AVX1"
-
-
-@pytest.mark.dist
-def test_another_machine_is_said_once_and_its_threads_are_refused_where_bits_are_promised(folder, tmp_path):
-    both, other = words_of_both(folder), (be_on_another_machine,)
-    refused(train_differing(tmp_path, both, [], None, other), "2 threads (OMP_NUM_THREADS) (rank 0: 1 threads")
-    outcome = train_differing(tmp_path, [*both, "--no-use-deterministic-algorithms"], [], None, other).check()
-    lines = [line for line in outcome.output.splitlines() if "computes otherwise than" in line]
-    assert [("cpu AVX1 (rank 0: " in line, " 2 threads " in line) for line in lines] == [(True, True)]
 
 
 CHANGED, VAL = "train/class1/image003.jpg", "val/class0/image001.jpg"
@@ -343,7 +323,7 @@ def test_other_images_are_refused_by_what_is_known_of_them(image_folder, tmp_pat
 def test_a_run_on_other_images_is_refused_in_evaluation_too(folder, image_folder, tmp_path):
     other = shutil.copytree(image_folder, tmp_path / "other")
     alter(other, VAL)
-    both = words_of_both(folder, is_test=True)
+    both = [*words_of_both(folder), "--test-only", "--weights", f"{folder}/weights.pth"]
     outcome = train_differing(tmp_path, both, ["--data-path", str(other)])
     refused(outcome, "rank 1 reads different images than rank 0: data of val: bytes of class0/image001.jpg ")
     both, theirs = [["--eval-data", f"{name}={folder}/node-1/val"] for name in ("more", "again")]

@@ -20,7 +20,6 @@ def check_all(rank, world_size, folder):
     print("printed")
     print(f"forced {rank}", force=True)
 
-    # rank 0 has no rows, rank 1 two, rank 2 four
     rows = torch.arange(4 * rank).reshape(2 * rank, 2) + 100 * rank
     gathered = collectives.all_gather(rows)
     for other in range(world_size):

@@ -1,18 +1,29 @@
-"""How an error ends a process, and what it says."""
+"""What is said: how an error ends a process, the console, log.txt, progress, and the first and last lines of a run."""
 
 import csv
 import io
+import json
+import os
+import re
+import resource
+import shlex
+import signal
+import sys
 import time
 
 import pytest
 import torch
+from PIL import Image
 
 import errors
 import files
 from distributed import launch
+from loading import progress
+from monitoring import console
 from tests.exports import run_tool, write_checkpoint
 from tests.images import write_images
-from tests.ranks import in_group, run_ranks
+from tests.ranks import in_group, run_ranks, tool_rank, train_rank
+from tests.started import SMALL_ANYWHERE
 
 
 def leave_group(rank, world_size, ranks, error):
@@ -80,3 +91,98 @@ def test_names_are_no_formulas_in_a_table_and_no_commands_to_a_terminal(tmp_path
 def test_numbers_in_a_table_stay_numbers():
     content = files.as_csv([["a, b", -0.5, -3], ["+1", float("-inf"), None]])
     assert content == b'\xef\xbb\xbf"a, b",-0.5,-3\n\'+1,-inf,\n'
+
+
+def test_the_log_holds_the_output_of_all_starts_and_the_end_names_commands_that_work(tmp_path):
+    out = tmp_path / "runs" / "a"
+    argv = ["--synthetic", "240", *SMALL_ANYWHERE, "--output-dir", str(out), "--resume", "auto", "--model-ema"]
+    argv += "--batch-size 8 --epochs 3 --print-freq 5 --lr 0.01".split()
+    stop = [(0, "run.Run.end_step", 41, "before", signal.SIGTERM)]
+    first = run_ranks(train_rank, 1, argv, stop, log_folder=tmp_path).check().output
+    printed = [first, run_ranks(train_rank, 1, argv, log_folder=tmp_path).check().output]
+    log = (out / "log.txt").read_text()
+    assert re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", log) is None
+    starts = [re.split(r"^==== .*\n", log, flags=re.M)[number] for number in (1, 2)]
+    assert "\nPreemptedError: SIGTERM: the run stopped after step 41, saved in " in starts[0]
+    for start, output in zip(starts, printed, strict=True):
+        kept = [line for line in start.splitlines() if line and not line.startswith("PreemptedError")]
+        assert [line for line in output.splitlines() if line in kept] == kept
+    assert len(re.findall(r"^Epoch: \[\d\]  \[ ?\d+/30\]  eta: \d:\d\d:\d\d  lr: 0.01  loss: ", log, re.M)) >= 18
+    assert log.count("\nTest: Acc@1 ") == log.count("\nTest: EMA Acc@1 ") == 3
+
+    done = re.search(r"^finished 3 epochs, 90 steps in (\d+m)?(\d+)s; all in .*/runs/a$", log, re.M)
+    hours = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["hours"]
+    assert 60 * int((done[1] or "0m")[:-1]) + int(done[2]) == round(3600 * hours) > 0
+    words = shlex.split(re.search(r"^evaluate .*", log, re.M)[0])
+    assert words[1] == "python" or os.path.samefile(words[1], sys.executable)
+    assert "n=24" in run_ranks(train_rank, 1, words[3:], log_folder=tmp_path).check().output
+    Image.new("RGB", (40, 40)).save(tmp_path / "black.png")
+    for tool in ("report", "predict"):
+        words = shlex.split(re.search(rf"^{tool} .*", log, re.M)[0])
+        assert words[1:4] == ["python", "-m", f"scripts.{tool}"]
+        argv = [str(tmp_path / "black.png") if word == "IMAGES" else word for word in words[4:]]
+        run_ranks(tool_rank, 1, tool, argv, log_folder=tmp_path).check()
+    assert (out / "report.html").exists()
+
+
+def test_a_log_that_cannot_be_written_is_one_warning_and_is_completed_later(tmp_path, capsys):
+    log = console.LogFile()
+    log.keep()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    print("kept before there is a folder")
+    log.open(tmp_path)
+    size = (tmp_path / "log.txt").stat().st_size
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 4, before[1]))
+        print("first")
+        print("second")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    print("third", file=sys.stderr)
+    log.close(ValueError("ours"))
+    print("not in it")
+    warning = f"warning: log.txt in {tmp_path} is not written: File too large; training continues"
+    assert capsys.readouterr().out.count("warning:") == 1
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert lines[1].startswith("==== ")
+    assert lines[2:] == ["kept before there is a folder", "first", warning, "second", "third", "ValueError: ours"]
+
+
+def test_a_log_is_continued_in_plain_text(tmp_path, capsys):
+    (tmp_path / "log.txt").write_text("cut by a ki")
+    log = console.LogFile()
+    log.keep()
+    log.open(tmp_path)
+    print("\x1b[1mbold\x1b[0m", end="\r\n")
+    print("10%\r20%\rdone", file=sys.stderr)
+    log.close()
+    first, start, *rest = (tmp_path / "log.txt").read_text().splitlines()
+    assert (first, start[:5], rest) == ("cut by a ki", "==== ", ["bold", "done"])
+
+
+def test_names_from_outside_are_no_commands_to_a_terminal(tmp_path):
+    images = write_images(tmp_path, {"train": [10, 10, 1], "val": [1, 1, 1]})
+    for split in ("train", "val"):
+        (images / split / "class2").rename(images / split / "\x1b[31mred")
+    out = tmp_path / "\x1b[32mrun"
+    argv = ["--data-path", images, *SMALL_ANYWHERE, "--output-dir", out, "--epochs", 1, "--batch-size", 8]
+    run = run_ranks(train_rank, 1, [str(word) for word in argv], log_folder=tmp_path).check().output
+    assert "imbalanced: \\x1b[31mred has 1 image" in run
+    assert "\x1b" not in run + run_ranks(tool_rank, 1, "report", [out], log_folder=tmp_path).check().output
+
+
+def test_numbers_have_their_units():
+    assert [errors.counted(number, "class") for number in (1, 2)] == ["1 class", "2 classes"]
+    assert [errors.duration(s) for s in (0.4, 59.6, 754, 66120, 360000, float("nan"))] == [
+        "0s", "1m00s", "12m34s", "18h22m", "4d04h", "--",
+    ]  # fmt: skip
+
+
+def test_long_work_prints_a_line_when_one_is_due(capsys, monkeypatch):
+    work = progress.Progress("scanning", 4, "class folders", first=1)
+    work.update()
+    assert capsys.readouterr().err == ""
+    now = progress.time.monotonic()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now + 20)
+    work.update()  # half of the work in 20 s
+    assert capsys.readouterr().err == "scanning: 3 of 4 class folders (75.0%), 10s left\n"

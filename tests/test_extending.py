@@ -40,8 +40,7 @@ class Smooth(nn.Module):
         log = output.log_softmax(1)
         return (-0.9 * log.gather(1, target[:, None])[:, 0] - 0.1 * log.mean(1)).mean()
 
-def smooth():
-    return Smooth()
+smooth = Smooth
 
 class Noisy(torch.optim.Optimizer):
     def __init__(self, parameters, lr, weight_decay, generator=None):
@@ -313,8 +312,7 @@ def test_ranks_whose_weights_differ_end_the_run_before_a_save(started, mine, tmp
 
 
 def test_a_model_that_assigns_new_buffers_is_refused_where_micro_batches_would_move_them(started, mine, tmp_path):
-    argv = ["--model", f"{mine}:Counting", "--model-kwargs", "assigns=True", "--epochs", 1]
-    argv += ["--global-batch-size", 8, "--batch-size"]
+    argv = f"--model {mine}:Counting --model-kwargs assigns=True --epochs 1 --global-batch-size 8 --batch-size".split()
     started.go_on(tmp_path, tmp_path / "one", *argv, 8).check()
     outcome = started.go_on(tmp_path, tmp_path / "two", *argv, 4)
     refused(outcome, "--model replaces a buffer in training; update buffers in place", code=1)

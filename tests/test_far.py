@@ -1,6 +1,7 @@
 """On the rehearsal device of far.py: training, evaluation, resumes and tools where tensors do not lie on the host."""
 
 import json
+import os
 import re
 
 import pytest
@@ -11,7 +12,7 @@ import train
 from checkpointing import archive
 from tests import far
 from tests.endings import differing
-from tests.ranks import module_rank, run_ranks, torchrun_environment
+from tests.ranks import module_rank, run_ranks
 from tests.runs import FLAG, OPTIONS, Runs, assert_same
 from tests.started import refused
 
@@ -25,14 +26,9 @@ REGISTER = (far.register,)
 
 @pytest.fixture(scope="module")
 def runs(image_folder, tmp_path_factory):
-    """Runs of three steps of four micro-batches, of which one on the CPU is there."""
-    runs = Runs(image_folder, tmp_path_factory.mktemp("far"), BASE)
+    runs = Runs(image_folder, tmp_path_factory.mktemp("far"), BASE)  # of three steps of four micro-batches
     runs.run("undisturbed", 1).check()
     return runs
-
-
-# The host's waits for the device. A line reads the sums of the metrics, the norm of the gradients, and that of the
-# weights; a record that is due before it waits for it.
 
 
 def watch(report, sabotage=None):
@@ -104,7 +100,7 @@ def test_the_numbers_are_the_cpus_and_no_step_between_two_lines_waits_for_the_de
     assert len(steps) == (13 if case == "hard targets" else 2)
     # With float16 an optimizer looks at the loss scaler's verdict unless it is fused, as those of test_gpu.py.
     assert {len(waits) for is_due, waits in steps if not is_due} == {int(case == "float16")}
-    lines = [waits for is_due, waits in steps if is_due]
+    lines = [waits for is_due, waits in steps if is_due]  # of the metrics' sums, and of two norms
     assert all(0 < len(waits) <= 6 for waits in lines), lines
 
 
@@ -168,16 +164,12 @@ def test_negative_control_the_device_shows(runs, tmp_path, sabotage, words):
 
 
 def register_two():
+    os.environ["TORCHELASTIC_RUN_ID"] = "1"  # so that the others end with rank 0, even where its error comes late
     far.register()
     torch.get_device_module("far").device_count = lambda: 2
     torch.accelerator.device_count = lambda: 2
 
 
-def of_torchrun(*place):
-    """Return what tells a rank that the others end with rank 0, even where its error comes ten seconds late."""
-    return torchrun_environment(*place) | {"TORCHELASTIC_RUN_ID": "1"}
-
-
 def test_more_processes_than_devices_are_refused(runs):
-    outcome = runs.run("crowded", 3, "--device", "far", prepare=(register_two,), launcher=of_torchrun)
+    outcome = runs.run("crowded", 3, "--device", "far", prepare=(register_two,))
     refused(outcome, "3 processes were started on this machine")

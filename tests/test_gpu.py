@@ -14,7 +14,7 @@ from models.build import build_scaler, move_to_device
 from models.ema import build_ema
 from models.losses import build_criterion
 from run import Run
-from sampler import EvalSampler, TrainSampler, VirtualShards
+from sampler import TrainSampler, VirtualShards
 from settings import config
 from tests.endings import differing_results
 from tests.ranks import run_ranks, train_rank
@@ -31,16 +31,13 @@ OPTIONS = """
     --use-deterministic-algorithms
 """.split()
 
-# Each is to end in the same bits after a kill: cudnn chooses kernels, and inductor compiles them.
-PRECISIONS = ["--tf32", "--amp", "--channels-last --compile"]
-
 
 def run(image_folder, tmp_path, name, *argv, faults=()):
     arguments = ["--data-path", str(image_folder), "--output-dir", str(tmp_path / name), *OPTIONS, *argv]
     return run_ranks(train_rank, 1, arguments, list(faults), log_folder=tmp_path, timeout_s=300)
 
 
-@pytest.mark.parametrize("argv", PRECISIONS)
+@pytest.mark.parametrize("argv", ["--tf32", "--amp", "--channels-last --compile"])
 def test_killed_and_resumed_equals_undisturbed(image_folder, tmp_path, argv):
     argv = argv.split()
     run(image_folder, tmp_path, "whole", *argv).check()
@@ -64,19 +61,15 @@ def test_the_first_loss_is_the_cpus(image_folder, tmp_path, argv, tolerance):
     assert found[0] == pytest.approx(found[1], rel=tolerance)
 
 
-def build_loader(args, device, num_images, *, is_training=True):
+def build_loader(args, device, num_images):
     dataset = data.SyntheticImages(num_images, args.train_crop_size, 10)
-    if is_training:
-        sampler = TrainSampler(num_images, VirtualShards(args.global_batch_size, args.num_shards))
-    else:
-        sampler = EvalSampler(num_images, args.batch_size)
+    sampler = TrainSampler(num_images, VirtualShards(args.global_batch_size, args.num_shards))
     return data.build_device_loader(args, data.build_loader(dataset, sampler, args), sampler, device, 10)
 
 
 def options(*argv, size_px=64):
-    args = config.parse_args(
-        ["--synthetic", "--batch-size", "8", "--global-batch-size", "16", "--train-crop-size", str(size_px), *argv]
-    )
+    words = f"--synthetic --batch-size 8 --global-batch-size 16 --train-crop-size {size_px}".split()
+    args = config.parse_args([*words, *argv])
     return args.replaced(device="cuda", workers=0, num_shards=2)
 
 
@@ -149,7 +142,6 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
 # With float16 only the fused optimizers need no look at the scaler's finding.
 @pytest.mark.parametrize("argv", ["--amp --opt adamw", "--amp --amp-dtype bfloat16 --channels-last --compile"])
 def test_no_step_between_two_lines_waits_for_the_device(argv, tmp_path):
-    """By CUDA's own check, which sees kernels and allocations too."""
     common = "--print-freq 20 --model-ema --model-ema-steps 2 --clip-grad-norm 1 --lr-warmup-epochs 1"
     assert train_watched(options(*MIXED, *common.split(), *argv.split()), tmp_path) == 21
 

@@ -42,8 +42,7 @@ def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder,
     assert rows[run].keys() == {"images_per_s", "data_wait", "memory_gib", "first_step_s", "eval_images_per_s"}
     assert "tests of `-m gpu`: not measured" in output
     assert page.read_text() == before
-    # Rows of real images alone, which keep the others.
-    after = report("--data-path", image_folder, "--only", "JPEGs")
+    after = report("--data-path", image_folder, "--only", "JPEGs")  # which keep the others
     assert {name: after[name] for name in rows} == rows
     assert [name.split(", ")[2:4:2] for name in after if name not in rows] == [["JPEGs"]]
 
@@ -83,10 +82,8 @@ def test_a_runs_figures_are_of_all_lines_but_the_first(tmp_path):
     records += [{"kind": kind, "step": 30, "n": 400, "hours": hours} for kind, hours in ends.items()]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(base | each) + "\n" for each in records))
-    found = gpu_report.read_run("run", tmp_path)
-    assert found == pytest.approx({
-        "images_per_s": 320, "data_wait": 0.25, "memory_gib": 3, "first_step_s": 5, "eval_images_per_s": 200,
-    })  # fmt: skip
+    expected = {"images_per_s": 320, "data_wait": 0.25, "memory_gib": 3, "first_step_s": 5, "eval_images_per_s": 200}
+    assert gpu_report.read_run("run", tmp_path) == pytest.approx(expected)
 
 
 def test_torchvisions_rate_counts_the_wait_for_data(tmp_path):

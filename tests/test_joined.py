@@ -1,12 +1,14 @@
-"""A process group that is there already: joined, not made twice, and left to its owner; by hand, and by Ray Train."""
+"""Processes that another has started or joined: a group made by hand, or by Ray Train, and two kinds of mpirun."""
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -45,6 +47,11 @@ def runs(image_folder, tmp_path_factory):
     runs = Runs(image_folder, folder, [*OPTIONS, "--model", f"{folder / 'dying.py'}:Dying"])
     runs.run("undisturbed", 2, FLAG).check()
     return runs
+
+
+def start(folder, *command, **variables):
+    how = {"env": {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}, "cwd": folder, "timeout": 300}
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **how)
 
 
 def own_group(world_size, port, backend="cpu:gloo,cuda:gloo"):
@@ -96,7 +103,6 @@ def test_a_group_of_anothers_is_used_and_left_with_the_same_bits(runs, tmp_path,
 
 
 def stopped_rank(port, argv):
-    """Stop a run in the main thread by a signal, and resume it in the same processes."""
     import train
     from errors import PreemptedError
     from settings.config import parse_args
@@ -120,14 +126,9 @@ def test_a_signal_stops_a_joined_run_and_the_next_call_resumes_it(runs, tmp_path
 def test_the_page_trains_with_ray_and_after_a_killed_worker(runs, tmp_path):
     section = (REPOSITORY / "docs" / "launching.md").read_text().partition("\n## Ray\n")[2]
     (tmp_path / "ray_train.py").write_text(re.search(r"```python\n(.*?)```", section, flags=re.S)[1])
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "RAY_ADDRESS": "local"}
-    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
-    how = {"env": environment, "capture_output": True, "text": True, "timeout": 300, "cwd": tmp_path}
-
-    def start(*argv):
-        return subprocess.run([sys.executable, "ray_train.py", *argv], check=False, **how)
-
-    done = start(*runs.argv("ray", FLAG))
+    ray = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+    start_ray = partial(start, tmp_path, sys.executable, "ray_train.py", **ray)
+    done = start_ray(*runs.argv("ray", FLAG))
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same(runs, "ray")
     log = (runs.folder / "ray" / "log.txt").read_text()
@@ -135,11 +136,37 @@ def test_the_page_trains_with_ray_and_after_a_killed_worker(runs, tmp_path):
     assert "default_worker" not in log + (runs.folder / "ray" / "run.json").read_text()
     strike = runs.folder / "dying.py.strike"
     strike.touch()
-    done = start(*runs.argv("killed", FLAG), "--resume", "auto")
+    done = start_ray(*runs.argv("killed", FLAG), "--resume", "auto")
     assert done.returncode == 0, done.stdout + done.stderr
     assert not strike.exists()
     assert "resumed step 3" in (runs.folder / "killed" / "log.txt").read_text()
     assert_same(runs, "killed")
-    refused = start("--modle", "x")
+    refused = start_ray("--modle", "x")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("train.py: error: unrecognized argument: --modle")
+
+
+LAUNCHERS = {"mpirun.openmpi": "--allow-run-as-root --oversubscribe --bind-to none -n 2", "mpirun.mpich": "-n 2"}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_same_bits_by_mpirun_and_after_a_killed_process(runs, tmp_path, launcher):
+    if shutil.which(launcher) is None and "CI" not in os.environ:
+        pytest.skip(f"{launcher} is not installed")
+    wrapper = tmp_path / "wrapper.sh"  # a script for each process, which mpirun starts in place of Python
+    wrapper.write_text('#!/bin/sh\n"$@"\nexit $?\n')
+    wrapper.chmod(0o755)
+    (runs.folder / "dying.py.strike").touch()
+    script, argv = [sys.executable, "train.py"], runs.argv(launcher, FLAG)
+    mpirun = partial(start, REPOSITORY, launcher, *LAUNCHERS[launcher].split())
+    assert mpirun(*script, *argv).returncode != 0
+    assert runs.saved(launcher) == [2, 3]
+    resumed = mpirun(wrapper, *script, *argv, "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed step 3" in resumed.stdout
+    assert "2 processes x " in resumed.stdout
+    assert_same(runs, launcher)
+    refused = mpirun(*script, "--modle", "x")
+    assert refused.returncode != 0
+    assert refused.stderr.count("train.py: error") == 1, refused.stderr

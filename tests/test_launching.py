@@ -56,7 +56,6 @@ echo "$*" > "$OUT/said"
 
 
 def start_container(folder, action, **programs):
-    """Start the script where `torchrun` does something, and perhaps other programs do."""
     out, own = folder / "out", folder / "bin"
     out.mkdir()
     own.mkdir()

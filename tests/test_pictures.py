@@ -70,9 +70,6 @@ def test_a_mixed_batch_is_shown_pixel_for_pixel_with_its_shares(size, shown):
     assert sheet.tobytes() != pictures.draw_grid("title", squares, captions).tobytes()
 
 
-# Evaluations without a model: the scores of an image are a function of its number.
-
-
 def pictures_of(folder, images, *, step=3, bests=None):
     run = SimpleNamespace(is_resumed=False, is_evaluated=True, parts={}, step=step, steps_per_epoch=3)
     run.bests = {"best": bests}
@@ -81,24 +78,22 @@ def pictures_of(folder, images, *, step=3, bests=None):
     return pictures.Pictures(folder, run, None, SimpleNamespace(index=index, classes=index.classes, transform=None))
 
 
+def scores_of(numbers):  # of images, without a model
+    return torch.stack([torch.randn(3, generator=torch.Generator().manual_seed(int(each))) for each in numbers])
+
+
 def evaluate(drawing):
     index = drawing.val.index
     for batch in torch.arange(len(index)).split(3):
-        scores = torch.stack(
-            [torch.randn(3, generator=torch.Generator().manual_seed(number)) for number in batch.tolist()]
-        )
-        drawing.observe("val", scores, torch.tensor([index.label(number) for number in batch.tolist()]), batch)
+        labels = torch.tensor([index.label(number) for number in batch.tolist()])
+        drawing.observe("val", scores_of(batch), labels, batch)
     drawing.draw()
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("picture-*"))}
 
 
 def test_the_images_of_the_surest_mistakes_are_shown(image_folder, tmp_path):
     index = open_source(image_folder / "val")
     evaluate(pictures_of(tmp_path, image_folder / "val"))
-    scores = [torch.randn(3, generator=torch.Generator().manual_seed(number)).softmax(0) for number in range(7)]
+    scores = scores_of(range(7)).softmax(1)
     wrong = [number for number in range(7) if int(scores[number].argmax()) != index.label(number)]
     wrong.sort(key=lambda number: -float(scores[number].max()))
     assert len(wrong) > 2
@@ -122,10 +117,10 @@ def test_pictures_of_a_long_run_are_few(image_folder, tmp_path):
         if epoch in (1, 2, 11, 25):
             best = {"step": 3 * epoch}
         evaluate(pictures_of(tmp_path, image_folder / "val", step=3 * epoch, bests=best))
-    steps = {int(PICTURES.fullmatch(name)["step"]) for name in contents(tmp_path)}
-    assert steps == {3 * 25, 3 * 40}
-    assert all(OWN_FILES.fullmatch(name) for name in contents(tmp_path))  # which --overwrite removes
-    files = [json.loads((tmp_path / f"picture-counts-{step:08d}.json").read_text())["best"] for step in sorted(steps)]
+    names = [path.name for path in tmp_path.glob("picture-*")]
+    assert {int(PICTURES.fullmatch(name)["step"]) for name in names} == {3 * 25, 3 * 40}
+    assert all(OWN_FILES.fullmatch(name) for name in names)  # which --overwrite removes
+    files = [json.loads((tmp_path / f"picture-counts-{step:08d}.json").read_text())["best"] for step in (75, 120)]
     assert files == ["best.pth", None]
 
 

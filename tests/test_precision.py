@@ -20,7 +20,7 @@ from sampler import VirtualShards
 from settings import config
 from tests.endings import differing
 from tests.ranks import run_ranks, torchrun_environment, train_rank
-from tests.runs import FLAG, Runs, assert_same
+from tests.runs import FLAG, Runs, assert_same, set_variables
 from tests.started import SMALL_PLAIN, run_train
 
 CPU = torch.device("cpu")
@@ -36,17 +36,15 @@ def small_model(seed=0):
 
 
 def random_batches(count, batch_size=32, size_px=32):
-    """Made-up batches whose classes can be told from their images' colours."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)  # classes can be told from the colours
     target = torch.randint(10, (count, batch_size), generator=generator)
     image = torch.randn(count, batch_size, 3, size_px, size_px, generator=generator)
     batches = list(zip(image + target[:, :, None, None, None] / 3, target, strict=True))
     return [batches[index % 4] for index in range(count)]
 
 
-def losses_of(args, batches, model=None):
-    """Train a step on each batch as a run with these options does; return the losses and the model."""
-    model = move_to_device(small_model().to(batches[0][0].dtype) if model is None else model, args, CPU)
+def losses_of(args, batches):
+    model = move_to_device(small_model().to(batches[0][0].dtype), args, CPU)
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
     found = []
 
@@ -54,10 +52,8 @@ def losses_of(args, batches, model=None):
         def measure(self, loss, output, target, index):
             found.append(loss.detach())
 
-    train.train_one_epoch(
-        model, nn.CrossEntropyLoss(), optimizer, batches, CPU, 0, args, scaler=build_scaler(args, CPU),
-        run=Noted(model, CPU),
-    )  # fmt: skip
+    parts = {"scaler": build_scaler(args, CPU), "run": Noted(model, CPU)}
+    train.train_one_epoch(model, nn.CrossEntropyLoss(), optimizer, batches, CPU, 0, args, **parts)
     return torch.stack(found), model
 
 
@@ -143,30 +139,24 @@ def test_muon_iterates_in_float32_if_the_run_computes_in_it():
 
 LIKE_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # oneDNN reads it, which torch asks whether it has kernels for bfloat16
 TYPES = {
-    "--recipe imagenette": ("float32", "--amp-dtype float32: this processor has no bfloat16 instructions"),
-    "--opt timm/muon": ("float32", "--amp-dtype float32: this processor has no bfloat16 instructions"),
-    "--recipe imagenette --no-amp": ("float32", "--amp-dtype float32: this processor has no bfloat16 instructions"),
-    "--recipe imagenette --amp": ("bfloat16", "--amp: this processor has no bfloat16 instructions"),
-    "--amp --amp-dtype bfloat16": ("bfloat16", "--amp: this processor has no bfloat16 instructions"),
-    "--recipe digits": (None, ""),
-}
+    "--recipe imagenette": "float32", "--opt timm/muon": "float32", "--recipe imagenette --no-amp": "float32",
+    "--recipe imagenette --amp": "bfloat16", "--amp --amp-dtype bfloat16": "bfloat16", "--recipe digits": None,
+}  # fmt: skip
 
 
 def check_types():
     os.environ.update(LIKE_AVX2)
-    for argv, (dtype, words) in TYPES.items():
+    for argv, dtype in TYPES.items():
         args, lines = config.on_machine(config.parse_args(f"{argv} --synthetic 64 --device cpu".split()))
         assert args.amp_dtype == dtype, argv
+        words = (
+            f"{'--amp-dtype float32' if dtype == 'float32' else '--amp'}: this processor has no bfloat16 instructions"
+        )
         assert [line[: len(words)] for line in lines if "bfloat16" in line] == [words] * bool(dtype), (argv, lines)
 
 
 def test_without_instructions_for_bfloat16_only_a_typed_one_is_done(tmp_path):
     run_ranks(check_types, 1, log_folder=tmp_path).check()
-
-
-def rank_like_avx2(arguments):
-    os.environ.update(LIKE_AVX2)
-    train_rank(arguments, [])
 
 
 def test_all_ranks_and_a_resumed_run_keep_the_type_of_the_first_rank(tmp_path):
@@ -191,12 +181,12 @@ def test_all_ranks_and_a_resumed_run_keep_the_type_of_the_first_rank(tmp_path):
 
     typed = [*argv, "--recipe", recipe, "--output-dir", tmp_path / "typed"]
     run_train(tmp_path, *typed, "--epochs", 1, "--amp-dtype", "bfloat16").check()
-    again = [*map(str, [*typed, "--epochs", 2, "--resume", "auto"])]
-    done = run_ranks(rank_like_avx2, 1, again, log_folder=tmp_path).check()
-    assert "--amp-dtype bfloat16: as in the checkpoint; this processor has no bfloat16 instructions" in done.output
+    typed += ["--epochs", 2, "--resume"]
+    for words in (["auto"], [tmp_path / "typed" / "checkpoint.pth", "--test-only"]):
+        again = [*map(str, [*typed, *words])]
+        done = run_ranks(train_rank, 1, again, [], (set_variables, LIKE_AVX2), log_folder=tmp_path).check()
+        assert "--amp-dtype bfloat16: as in the checkpoint; this processor has no bfloat16 instructions" in done.output
     assert types_of("typed")[0] == "bfloat16"
-    scored = [*argv, "--test-only", "--resume", str(tmp_path / "typed" / "checkpoint.pth")]
-    assert "this processor has no" in run_ranks(rank_like_avx2, 1, scored, log_folder=tmp_path).check().output
 
 
 def test_tf32_governs_convolutions_and_matrix_products():

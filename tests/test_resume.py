@@ -88,16 +88,6 @@ def test_auto_stops_at_another_format_and_where_all_checkpoints_are_damaged(star
     refused(started.go_on(tmp_path, out, "--resume", "auto"), *words, code=4)
 
 
-def test_a_refused_resume_changes_nothing_and_names_a_damaged_checkpoint_before(started, tmp_path):
-    out = started.copy(tmp_path / "out")
-    damage_truncated(out / "checkpoint-00000006.pth")
-    before = state_of(out)
-    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--lr", 0.7)
-    refused(outcome, "--resume auto", "lr", "0.7")
-    assert outcome.output.index("checkpoint-00000006.pth is damaged") < outcome.output.index("train.py: error: ")
-    assert state_of(out) == before
-
-
 def test_test_only_takes_the_checkpoints_own_model_and_sizes(started, image_folder, tmp_path):
     last = json.loads((started.out / "metrics.jsonl").read_text().splitlines()[-1])
     argv = ["--data-path", image_folder, "--test-only", "--resume", started.out / "checkpoint.pth", "--device", "cpu"]
@@ -106,7 +96,7 @@ def test_test_only_takes_the_checkpoints_own_model_and_sizes(started, image_fold
     assert f"Acc@1 {last['acc1']:.3f} loss {last['loss']:.3f} n=7" in outcome.output
 
 
-def test_test_only_writes_nothing_where_the_newest_is_damaged_and_needs_a_checkpoint(started, tmp_path):
+def test_test_only_and_a_refused_resume_write_nothing_where_the_newest_is_damaged(started, tmp_path):
     out = started.copy(tmp_path / "out")
     damage_truncated(out / "checkpoint-00000006.pth")
     (out / ".lock").unlink()
@@ -114,8 +104,11 @@ def test_test_only_writes_nothing_where_the_newest_is_damaged_and_needs_a_checkp
     outcome = started.go_on(tmp_path, out, "--resume", "auto", "--test-only").check()
     assert "n=7" in outcome.output
     assert "resuming from checkpoint-00000005.pth, 1 step earlier" in outcome.output
-    assert state_of(out) == before
     assert not (out / ".lock").exists()
+    outcome = started.go_on(tmp_path, out, "--resume", "auto", "--lr", 0.7)
+    refused(outcome, "--resume auto", "lr", "0.7")
+    assert outcome.output.index("checkpoint-00000006.pth is damaged") < outcome.output.index("train.py: error: ")
+    assert state_of(out) == before
     outcome = started.go_on(tmp_path, tmp_path / "none", "--resume", "auto", "--test-only")
     refused(outcome, "there is no checkpoint", "none")
 

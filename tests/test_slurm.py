@@ -43,14 +43,8 @@ SlurmctldPort={controller_port}
 SlurmdPort={node_port}
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-CredType=cred/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
 MailProg=/bin/true
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -138,7 +132,6 @@ class Cluster:
         return result.stdout.strip()
 
     def submit(self, folder, *options, script=REPOSITORY / "scripts" / "slurm.sh", argv=()):
-        """Queue the script, from a folder that stands for the repository's; return the job's number."""
         command = ["sbatch", "--parsable", "--gpus-per-node=0", "--cpus-per-task=1", "--output=log"]
         command += [f"--chdir={folder}", *options]
         environment = {**self.environment, "OUT": str(folder / "out")}
@@ -149,7 +142,6 @@ class Cluster:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for_end(self, job):
-        """Wait for a job's end, restarts included; return (state, restarts, exit code)."""
         wait_for(lambda: self.job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 120)
         record = self.job(job)
         return record["JobState"], int(record["Restarts"]), int(record["ExitCode"].split(":")[0])
@@ -260,6 +252,5 @@ def test_srun_without_torchrun_saves_at_the_time_limit_and_resumes_with_the_same
 @pytest.mark.dist
 def test_a_job_that_reaches_its_time_limit_saves_and_resumes_with_the_same_bits(cluster, limited):
     state, restarts, _ = cluster.wait_for_end(limited.job)
-    # More than once where the rest takes more than half a minute, too.
-    assert (state, restarts >= 1) == ("COMPLETED", True)
+    assert (state, restarts >= 1) == ("COMPLETED", True)  # more than 1 on a slow machine
     check_same(limited.folder, limited)

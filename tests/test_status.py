@@ -81,7 +81,6 @@ def test_folders_of_processes_that_are_gone_are_removed_and_no_others(tmp_path, 
 
 
 def test_a_run_that_is_preempted_or_out_of_memory_says_so(running, tmp_path):
-    # Whether it ends by a failed allocation or by the system's own kill, the file says that it does not live.
     resource.prlimit(running.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
     running.join(60)
     time.sleep(1.2)

@@ -36,7 +36,6 @@ REFUSED = {
 
 
 def start(shell, folder, images, *argv):
-    """Train one epoch, from a folder that holds nothing, below a shell; return the finished process."""
     is_root = subprocess.run(["unshare", "--mount", "--net", "--uts", "true"], check=False).returncode == 0
     if not is_root and ("unshare" in shell or "setpriv" in shell):
         pytest.skip("needs root")

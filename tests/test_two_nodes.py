@@ -7,14 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.endings import differing_results
-from tests.ranks import REPOSITORY, free_port, run_ranks, train_rank
+from tests.ranks import REPOSITORY, free_port, run_ranks, train_rank, wait_for
 from tests.started import SMALL_PLAIN
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -34,7 +33,6 @@ def descendants(pid):
 
 
 def kill(agent):
-    """End a torchrun and all below it at once, so that none of them can still write or save anything."""
     with suppress(ProcessLookupError):
         os.kill(agent.pid, signal.SIGSTOP)
     for pid in [*descendants(agent.pid), agent.pid]:
@@ -54,13 +52,6 @@ def test_a_node_that_is_lost_and_comes_back_resumes_with_the_same_bits(image_fol
         with open(log, "a") as file:
             options = ["--data-path", image_folder, "--output-dir", out, *OPTIONS]
             return subprocess.Popen([*command, *options], stdout=file, stderr=file, env=environment)
-
-    def wait_for(condition, timeout_s):
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert all(agent.poll() in (None, 0) for agent in agents), "\n".join(log.read_text() for log in logs)
-            assert time.monotonic() < deadline, "\n".join(log.read_text() for log in logs)
-            time.sleep(0.05)
 
     agents = [start(logs[0])]
     try:

@@ -67,7 +67,6 @@ OPTIONS = "--batch-size 4 --epochs 2 --print-freq 1 --lr 0.05 --lr-scheduler ste
 
 
 def data(seed):
-    """Return 12 training and 3 validation images of three classes in tars, by their paths."""
     found, generator = {}, numpy.random.default_rng(seed)
     for split, number in (("train", 12), ("val", 3)):
         names = {}
@@ -81,8 +80,7 @@ def data(seed):
 
 def weights(seed, more=""):
     torch.manual_seed(seed)
-    file = io.BytesIO()
-    torch.save(dict(Tiny(3).state_dict()), file)
+    torch.save(dict(Tiny(3).state_dict()), file := io.BytesIO())
     return f"--weights {{}}/w.pth {more}", {"w.pth": file.getvalue()}
 
 
@@ -131,10 +129,9 @@ def write(folder, files):
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name("new")
-        new.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.utime(new, (10**9, 10**9))
-        os.replace(new, path)
+        path.unlink(missing_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.utime(path, (10**9, 10**9))
 
 
 def argv_of(folder, out, options):
@@ -143,7 +140,6 @@ def argv_of(folder, out, options):
 
 
 def run_in_a_row(folder, out, runs, is_one_command=False):
-    """Call `main` for each of some runs, perhaps with the same options, after an import of a module of theirs."""
     import train
     from errors import UserError
     from settings.config import parse_args

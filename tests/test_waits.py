@@ -63,7 +63,6 @@ def number_collectives(file, number=None, fault=None):
 
 
 def start_apart(folder, argv, prepare=(), environments=None):
-    """Start the ranks of a run, which nobody watches; return them and their logs."""
     folder.mkdir(parents=True, exist_ok=True)
     port = ranks.free_port()
     environments = environments or [ranks.torchrun_environment(rank, 2, port) for rank in range(2)]
@@ -133,17 +132,7 @@ def test_rank_0_says_which_rank_it_has_lost_and_at_what_and_the_run_resumes(runs
             assert differing_results(runs.folder / name, runs.folder / "undisturbed") == []
 
 
-def test_five_processes_have_the_collectives_of_two(tmp_path):
-    for size in (2, 5):
-        argv = [*SMALL, "--synthetic", 4 * size, "--batch-size", 2, "--epochs", 1, "--output-dir", tmp_path / "out"]
-        argv = [*map(str, argv), "--overwrite"]
-        prepare = (number_collectives, str(tmp_path / f"calls{size}"))
-        ranks.run_ranks(ranks.train_rank, size, argv, [], prepare, log_folder=tmp_path).check()
-    assert (tmp_path / "calls2").read_text() == (tmp_path / "calls5").read_text() != ""
-
-
 def start_rank(folder, environment, *more, prepare=()):
-    """Start one process with a launcher's variables, on images that need no folder."""
     argv = [*OPTIONS[:-4], "--synthetic", 16, "--batch-size", 2, "--output-dir", folder / "out", "--dist-timeout", 0.05]
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
     given = {name: value for name, value in (place | environment).items() if value is not None}
@@ -156,7 +145,6 @@ def start_rank(folder, environment, *more, prepare=()):
     ({"RANK": "1"}, False, 1, "Connection refused"),
     ({}, False, 1, "1 of 2 processes have joined, no word from rank 1, after 0.05 min (--dist-timeout)"),
     ({"RANK": "2", "WORLD_SIZE": None}, False, 2, "rank 2 of 1 process"),
-    # As of a rank 0 that is stopped: the system accepts its connections, and nobody reads them.
     ({"RANK": "1"}, True, 1, "does not answer; it is stopped, or another program, after 0.05 min"),
     ({}, True, 2, "rank 0 cannot listen on port {port}: it is in use"),
 ])  # fmt: skip
@@ -223,20 +211,9 @@ def test_processes_that_were_stopped_for_longer_than_a_collective_may_take_say_s
     assert [output.count(words) for output in outputs] == [1, 1], outputs
 
 
-def oversleep():
-    step = torch.optim.SGD.step
-
-    def step_late(*args, **kwargs):
-        torch.optim.SGD.step = step
-        time.sleep(5)
-        return step(*args, **kwargs)
-
-    torch.optim.SGD.step = step_late
-
-
 def test_a_run_that_goes_on_after_it_was_said_to_have_stalled_ends_all_the_same(runs, tmp_path):
     argv = [*runs.argv("late", shards=1), "--stall-timeout", "0.05"]
-    (process,), (log,) = start_apart(tmp_path, argv, (oversleep,), [{}])
+    (process,), (log,) = start_apart(tmp_path, argv, (at_step, partial(time.sleep, 5), 1), [{}])
     assert end_of([process], [log])[0] == [1]
     assert "finished" not in log.read_text()
     assert json.loads((runs.folder / "late" / "status.json").read_text())["state"] == "failed"
@@ -262,8 +239,7 @@ def dawdle():
 
 
 def test_a_rank_that_waits_for_a_slow_one_is_not_ended(runs, tmp_path):
-    argv = runs.argv("slow", "--stall-timeout", 2.5 / 60, shards=2)
-    end_of(*start_apart(tmp_path, argv, (dawdle,))).check()
+    end_of(*start_apart(tmp_path, runs.argv("slow", "--stall-timeout", 2.5 / 60, shards=2), (dawdle,))).check()
 
 
 OWN_OPTIMIZER = """

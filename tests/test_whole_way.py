@@ -58,7 +58,6 @@ def write_sets(folder):
 
 
 def plain_scores(folder, paths):
-    """Return the logits of images by plain torch, torchvision and Pillow."""
     state = torch.load(folder / "final.pth", weights_only=True)
     model = torchvision.models.resnet18(num_classes=len(state["data"]["classes"])).eval()
     model.load_state_dict(state["model"])
