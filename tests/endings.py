@@ -89,7 +89,6 @@ def _step_of(path: Path) -> int | None:
 
 
 def _read_checkpoint(path: Path, left_out: Set[str]) -> dict:
-    """Return the leaves of a checkpoint by their paths; of a file that is none, why."""
     try:
         state = load_whole(path)
     except UserError as error:  # damaged ones are set aside under their own names
@@ -161,6 +160,5 @@ def unequal(ours: dict, theirs: dict) -> list[str]:
 
 
 def differing(ours: dict, theirs: dict) -> list[str]:
-    """Name the leaves that differ, of two that have the same."""
     assert ours.keys() == theirs.keys()
     return unequal(ours, theirs)

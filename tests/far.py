@@ -196,13 +196,10 @@ def own_random_numbers(func):
     if torch.Tag.nondeterministic_seeded not in func.tags:
         yield
         return
-    host = torch.get_rng_state()
-    torch.set_rng_state(device.rng_state)
-    try:
+    with torch.random.fork_rng([]):
+        torch.set_rng_state(device.rng_state)
         yield
-    finally:
         device.rng_state = torch.get_rng_state()
-        torch.set_rng_state(host)
 
 
 def copy(destination, source, *, is_blocking):
@@ -251,7 +248,6 @@ def _is_pinned(tensor, device=None):
 
 
 def _cast(op, to):
-    """Return an op's kernel under autocast, whose floating-point arguments are cast; `to` returns the type."""
     without = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
     def kernel(*args, **kwargs):

@@ -24,7 +24,6 @@ from tests.ranks import REPOSITORY, module_rank, run_ranks, train_rank
 
 
 def argv_of_recipe(name):
-    """Return a dry run of a recipe, with the model that its command gives where it cannot name it."""
     command = config.read_recipe(config.find_recipe(name)).get("command", "")
     own = [f"{REPOSITORY}/{found}" for found in re.findall(r"--model (\S+\.py:\S+)", command)]
     return ["--recipe", name, "--dry-run", *[f"--model={each}" for each in own]]
@@ -112,8 +111,6 @@ FLAG = "--use-deterministic-algorithms"
 
 
 class Runs:
-    """Runs of one recipe on the same images, each in a folder of its own."""
-
     def __init__(self, images, folder, options=OPTIONS):
         self.images, self.folder, self.options = images, folder, options
 

@@ -72,7 +72,6 @@ def check_left(rank, world_size, backend="cpu:gloo,cuda:gloo"):
 
 
 def joined_rank(world_size, port, backend, argvs):
-    """Call `main` as a worker of Ray's does, in a thread, once for each command line."""
     import train
     import utils
     from distributed import collectives

@@ -1,4 +1,4 @@
-"""Records of equal windows of steps, and all that is made of them, by loggers too, read back by its own readers."""
+"""Records of equal windows of steps, all that loggers and others make of them, and pictures, read back by readers."""
 
 import errno
 import functools
@@ -12,22 +12,31 @@ import sys
 import threading
 import time
 from importlib.util import find_spec
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import data
+import sampler
+from checkpointing.folder import OWN_FILES, PICTURES
 from errors import UserError
-from monitoring import loggers, monitor
-from monitoring.events import NOT_DRAWN, curves
+from loading.forms import open_source
+from monitoring import loggers, monitor, pictures
+from monitoring.events import NOT_DRAWN
 from monitoring.monitor import read_records
+from presets import ClassificationPresetTrain
 from scripts.report import write_report
 from settings import config
 from tests.endings import MACHINE_FIELDS, exact
 from tests.faults import at_step
 from tests.ranks import run_ranks, train_rank
 from tests.runs import set_variables
-from tests.started import SMALL
+from tests.started import SMALL, run_train
+from transforms import Normalize, RandomCutMix, pack_box
 
 # 29 images in steps of 8: 3 steps an epoch, 12 in all; windows of 5 steps reach over the ends of epochs.
 ARGV = """
@@ -46,6 +55,14 @@ def finished(image_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("monitored")
     train_in(folder, image_folder).check()
     return folder / "run"
+
+
+def points_of(records):
+    points = {}
+    for record in records:
+        for name in record.keys() - NOT_DRAWN if record["kind"] != "epoch" else ():
+            points.setdefault(f"{record['kind']}/{name}", []).append((record["step"], record[name]))
+    return points
 
 
 @pytest.mark.dist
@@ -67,10 +84,7 @@ def test_records_are_of_equal_windows_and_the_same_over_kills_and_other_numbers_
     assert hours[0] > 0
     assert [record["images"] for record in ours] == [8 * record["step"] for record in ours]
     # TensorBoard shows each value of metrics.jsonl once, at its step.
-    expected = {}
-    for record in ours:
-        for name in record.keys() - NOT_DRAWN if record["kind"] != "epoch" else ():
-            expected.setdefault(f"{record['kind']}/{name}", []).append((record["step"], record[name]))
+    expected = points_of(ours)
     points = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
     assert set(points.Tags()["scalars"]) == expected.keys()
     for tag, pairs in expected.items():
@@ -231,7 +245,6 @@ def test_an_own_logger_gets_each_record_once_over_kills_and_the_failures_of_othe
     assert first.codes[0] == -9
     # Without it, then with another content of its file and only one process.
     assert log_in(tmp_path, image_folder, [], world_size=2, faults=[(0, KILL, 4, "before")]).codes[0] == -9
-    assert not list((tmp_path / "run").glob("*.tmp.*"))
     own.write_text(OWN + "\n# another content\n")
     last = log_in(tmp_path, image_folder, ["TensorBoard", *names]).check()
 
@@ -250,14 +263,12 @@ def test_an_own_logger_gets_each_record_once_over_kills_and_the_failures_of_othe
             assert outcome.output.count(f"warning: logger own.py:{off} is off until the next start: {why}; ") == 1
     assert "own.py" not in (tmp_path / "run" / "recipe.toml").read_text()
 
-    assert "already holds a run" in log_in(tmp_path, image_folder, names, "--resume", "").output
     log_in(tmp_path, image_folder, names, "--resume", "", "--overwrite", "--epochs", 1, "--lr", 0.2).check()
     *_, (new, *_) = (line for line in lines_of(tmp_path / "run" / "lines.jsonl") if isinstance(line, list))
     assert new != starts[0][0]  # another run
 
 
 def fill_the_disk(numbers):
-    """Have the n-th writes to loggers.jsonl find the disk full."""
     write, calls = os.write, itertools.count(1)
 
     def full(descriptor, content):
@@ -340,19 +351,16 @@ def points_of_mlflow(folder):
     return {run.info.run_id for run in runs}, points
 
 
-@pytest.mark.parametrize(("name", "points_of"), [("wandb", points_of_wandb), ("mlflow", points_of_mlflow)])
-def test_a_resumed_run_is_the_same_one_elsewhere_too(name, points_of, image_folder, tmp_path, wandb):
+@pytest.mark.parametrize(("name", "read_points"), [("wandb", points_of_wandb), ("mlflow", points_of_mlflow)])
+def test_a_resumed_run_is_the_same_one_elsewhere_too(name, read_points, image_folder, tmp_path, wandb):
     if name == "mlflow":
         pytest.importorskip("mlflow")
     tracked = set_variables, {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
     outcome = log_in(tmp_path, image_folder, [name], faults=[(0, KILL, 9, "before")], prepare=tracked)
     assert outcome.codes == [-9], outcome.output
     log_in(tmp_path, image_folder, [name], prepare=tracked).check()
-    expected = {}
-    for record in read_records(tmp_path / "run"):
-        for tag, value in curves(record).items():
-            expected.setdefault(tag, []).append((record["step"], value))
-    ids, points = points_of(tmp_path)
+    expected = points_of(read_records(tmp_path / "run"))
+    ids, points = read_points(tmp_path)
     assert len(ids) == 1
     assert points.keys() == expected.keys()
     for tag, pairs in expected.items():
@@ -379,3 +387,132 @@ def test_names_that_cannot_be_used_are_refused_before_anything_is_done(names):
     assert caught.value.exit_code == 2
     if names in (["wandb"], ["mlflow"]):
         assert f"pip install {names[0]}" in str(caught.value)
+
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def test_the_numbers_are_those_of_scikit_learn():
+    from sklearn.metrics import confusion_matrix
+
+    generator = numpy.random.default_rng(0)
+    target = generator.integers(0, 29, 3000)  # the last of 30 classes has no images
+    near = (target + generator.geometric(0.4, 3000) * generator.choice([-1, 1], 3000)) % 30
+    predicted = numpy.where(generator.random(3000) < 0.6, target, near)
+    found = pictures.Predictions(numpy.arange(3000), target, predicted, generator.integers(1, 301, 3000) / 300)
+    whole = confusion_matrix(found.target, found.predicted, labels=range(30))
+    chosen = pictures.find_confused(found, 30)
+    counts = pictures.count_confusion(found, chosen, 30)
+    assert numpy.array_equal(counts[:, :-1], whole[numpy.ix_(chosen, chosen)])
+    assert numpy.array_equal(counts.sum(axis=1), whole.sum(axis=1)[chosen])
+
+
+def cell(sheet, place, side):
+    left, top = pictures.corner_of(place, side)
+    return numpy.asarray(sheet)[top : top + side, left : left + side]
+
+
+@pytest.mark.parametrize(("size", "shown"), [(32, 160), (120, 120)])
+def test_a_mixed_batch_is_shown_pixel_for_pixel_with_its_shares(size, shown):
+    image = torch.randint(0, 256, (6, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    names = ["cat", "dog", "a\nname\udc80"]
+    batch = Normalize(MEAN, STD, torch.device("cpu"))(image)
+    half = pack_box((0, 0, size // 4, size), size, size)
+    mixed, target = RandomCutMix(3).mix(batch, torch.tensor([0, 1, 2, 0, 0, 1]), half)
+    sheet = pictures.draw_batch("title", mixed, target, names, MEAN, STD)
+    for place in range(6):
+        expected = image[place].clone()
+        expected[:, :, : size // 4] = image[place - 1][:, :, : size // 4]
+        expected = expected.permute(1, 2, 0).numpy().repeat(shown // size, 0).repeat(shown // size, 1)
+        assert numpy.array_equal(cell(sheet, place, shown), expected)
+    captions = [
+        ["75% cat", "25% dog"], ["75% dog", "25% cat"], ["75% a?name?", "25% dog"], ["75% cat", "25% a?name?"],
+        ["cat"], ["75% dog", "25% cat"],
+    ]  # fmt: skip
+    squares = [Image.fromarray(cell(sheet, place, shown)) for place in range(6)]
+    assert sheet.tobytes() == pictures.draw_grid("title", squares, captions).tobytes()
+    captions[4] = ["99% cat"]
+    assert sheet.tobytes() != pictures.draw_grid("title", squares, captions).tobytes()
+
+
+def pictures_of(folder, images, *, step=3, bests=None):
+    run = SimpleNamespace(is_resumed=False, is_evaluated=True, parts={}, step=step, steps_per_epoch=3)
+    run.bests = {"best": bests}
+    run.best_now = ["best"] if bests and bests["step"] == step else []
+    index = open_source(images)
+    return pictures.Pictures(folder, run, None, SimpleNamespace(index=index, classes=index.classes, transform=None))
+
+
+def scores_of(numbers):  # of images, without a model
+    return torch.stack([torch.randn(3, generator=torch.Generator().manual_seed(int(each))) for each in numbers])
+
+
+def evaluate(drawing):
+    index = drawing.val.index
+    for batch in torch.arange(len(index)).split(3):
+        labels = torch.tensor([index.label(number) for number in batch.tolist()])
+        drawing.observe("val", scores_of(batch), labels, batch)
+    drawing.draw()
+
+
+def test_the_images_of_the_surest_mistakes_are_shown(image_folder, tmp_path):
+    index = open_source(image_folder / "val")
+    evaluate(pictures_of(tmp_path, image_folder / "val"))
+    scores = scores_of(range(7)).softmax(1)
+    wrong = [number for number in range(7) if int(scores[number].argmax()) != index.label(number)]
+    wrong.sort(key=lambda number: -float(scores[number].max()))
+    assert len(wrong) > 2
+    counts = json.loads((tmp_path / "picture-counts-00000003.json").read_text())
+    for number, (*words, share) in zip(wrong, counts["mistakes"], strict=True):
+        names = [f"class{label}" for label in (index.label(number), int(scores[number].argmax()))]
+        assert words == [index.path(number), *names]
+        assert share == pytest.approx(float(scores[number].max()))
+    sheet = Image.open(tmp_path / "picture-mistakes-00000003.png")
+    for place, number in enumerate(wrong):
+        with Image.open(io.BytesIO(index.read(number))) as image:
+            square = image.crop((4, 0, 36, 32)).resize((160, 160), Image.Resampling.BICUBIC)  # of 40 x 32 pixels
+        inner = slice(10, -10)  # at its edges the crop lacks its neighbours
+        shown = cell(sheet, place, 160)[inner, inner].astype(int)
+        assert abs(shown - numpy.asarray(square)[inner, inner]).max() <= 1
+
+
+def test_pictures_of_a_long_run_are_few(image_folder, tmp_path):
+    best = None
+    for epoch in range(1, 41):
+        if epoch in (1, 2, 11, 25):
+            best = {"step": 3 * epoch}
+        evaluate(pictures_of(tmp_path, image_folder / "val", step=3 * epoch, bests=best))
+    names = [path.name for path in tmp_path.glob("picture-*")]
+    assert {int(PICTURES.fullmatch(name)["step"]) for name in names} == {3 * 25, 3 * 40}
+    assert all(OWN_FILES.fullmatch(name) for name in names)  # which --overwrite removes
+    files = [json.loads((tmp_path / f"picture-counts-{step:08d}.json").read_text())["best"] for step in (75, 120)]
+    assert files == ["best.pth", None]
+
+
+def test_the_first_batch_is_what_the_model_sees(image_folder, tmp_path):
+    argv = ["--data-path", image_folder, "--output-dir", tmp_path / "out", *SMALL, "--epochs", 1]
+    run_train(tmp_path, *argv, "--batch-size", 4, "--global-batch-size", 8).check()
+    images = data.IndexedImageFolder(image_folder / "train", ClassificationPresetTrain(crop_size=32))
+    order = sampler.TrainSampler(29, sampler.VirtualShards(8, 2)).epoch_order()[:8:2].tolist()
+    loaded = [images.load(sampler.SampleKey(number, 0)) for number in order]
+    squares = [Image.fromarray(image.permute(1, 2, 0).numpy()).resize((160, 160), 0) for image, *_ in loaded]
+    captions = [[f"class{label}"] for _, label in loaded]
+    expected = pictures.draw_grid("first batch of 4 as the model sees it", squares, captions)
+    assert Image.open(tmp_path / "out" / "picture-first-batch-00000000.png").tobytes() == expected.tobytes()
+
+
+def test_tensorboards_file_shows_the_pictures_and_few_however_many_evaluations_there_are(image_folder, tmp_path):
+    out = tmp_path / "out"
+    argv = ["--data-path", image_folder, "--output-dir", out, *SMALL, "--batch-size", 8, "--lr", 0]
+    run_train(tmp_path, *argv, "--epochs", 20).check()
+    run_train(tmp_path, *argv, "--epochs", 30, "--resume", "auto", "--allow-change", "epochs").check()
+    found = EventAccumulator(str(out), size_guidance={"images": 0, "scalars": 0}).Reload()
+    assert [event.step for event in found.Scalars("val/loss")] == list(range(3, 93, 3))
+    assert sorted(found.Tags()["images"]) == ["first-batch", "mistakes"]
+    (first,), (*others, newest) = found.Images("first-batch"), found.Images("mistakes")
+    assert first.encoded_image_string == (out / "picture-first-batch-00000000.png").read_bytes()
+    assert newest.encoded_image_string == (out / "picture-mistakes-00000090.png").read_bytes()
+    assert (newest.step, len(others) < 12) == (90, True), others
+    with Image.open(io.BytesIO(newest.encoded_image_string)) as image:
+        assert image.size == (newest.width, newest.height)
+    assert len(list(out.glob("events.*"))) == 1

@@ -126,10 +126,8 @@ class Cluster:
             daemon.wait(20)
 
     def call(self, *command, check=True):
-        result = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60, check=check, cwd=self.folder
-        )
-        return result.stdout.strip()
+        how = {"env": self.environment, "capture_output": True, "text": True, "timeout": 60, "cwd": self.folder}
+        return subprocess.run(command, check=check, **how).stdout.strip()
 
     def submit(self, folder, *options, script=REPOSITORY / "scripts" / "slurm.sh", argv=()):
         command = ["sbatch", "--parsable", "--gpus-per-node=0", "--cpus-per-task=1", "--output=log"]

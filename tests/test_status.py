@@ -108,8 +108,6 @@ def test_a_status_file_with_a_number_that_is_none_spoils_no_other_run(tmp_path):
     found = json.loads(output, parse_constant=pytest.fail)  # which JSON does not have
     assert [each["state"] for each in found] == ["finished", *["unknown"] * 4]
     assert {each["reason"] for each in found[1:]} == {"status.json has no usable number as heartbeat"}
-    _, output = run_tool(tmp_path, "status", tmp_path / "runs", code=1)
-    assert output.count("no usable number") == 4
 
 
 def test_a_refused_start_says_so_where_no_run_is(image_folder, tmp_path):
