@@ -114,7 +114,6 @@ def test_memory_of_batches_does_not_grow_while_the_host_runs_ahead():
 
 
 def train_watched(args, tmp_path, criterion=None, num_steps=21):
-    """Train with the run's own hook, and torch's check for waiting between the lines of steps 1 and 20."""
     device = torch.device(args.device)
     torch.manual_seed(0)
     model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)

@@ -181,11 +181,12 @@ def test_all_ranks_and_a_resumed_run_keep_the_type_of_the_first_rank(tmp_path):
 
     typed = [*argv, "--recipe", recipe, "--output-dir", tmp_path / "typed"]
     run_train(tmp_path, *typed, "--epochs", 1, "--amp-dtype", "bfloat16").check()
-    typed += ["--epochs", 2, "--resume"]
-    for words in (["auto"], [tmp_path / "typed" / "checkpoint.pth", "--test-only"]):
-        again = [*map(str, [*typed, *words])]
+    typed += ["--epochs", 2, "--resume", "auto"]
+    for words in (typed, [*argv, "--test-only", "--resume", tmp_path / "typed" / "checkpoint.pth"]):
+        again = [*map(str, words)]
         done = run_ranks(train_rank, 1, again, [], (set_variables, LIKE_AVX2), log_folder=tmp_path).check()
-        assert "--amp-dtype bfloat16: as in the checkpoint; this processor has no bfloat16 instructions" in done.output
+        assert "--amp-dtype bfloat16: as in the checkpoint" in done.output
+        assert "this processor has no" in done.output
     assert types_of("typed")[0] == "bfloat16"
 
 
