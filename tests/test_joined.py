@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from tests.ranks import REPOSITORY, free_port, run_ranks, strike_at
 from tests.runs import FLAG, Runs, assert_same
-from tests.started import PLAIN
+from tests.started import SMALL
 
-OPTIONS = f"--model {PLAIN} --device cpu --train-crop-size 32 --val-resize-size 32 --val-crop-size 32".split()
-OPTIONS += "--epochs 2 --print-freq 2 --workers 1 --checkpoint-steps 2 --lr 0.05 --model-ema".split()
+OPTIONS = [*SMALL, *"--epochs 2 --print-freq 2 --workers 1 --checkpoint-steps 2 --lr 0.05 --model-ema".split()]
 
 # Kills rank 1 in the fourth step, once, where there is a file `strike`.
 DYING = """

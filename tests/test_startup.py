@@ -39,7 +39,6 @@ def start(started, out, *extra, before=(), **options):
 
 
 def is_caught(pid, number):
-    """Tell whether a process catches a signal: before that, Python itself is starting."""
     caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
     return int(caught, 16) >> (number - 1) & 1
 

@@ -88,7 +88,6 @@ def runs(image_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def numbered(runs):
-    """The collectives of a training and of an evaluation by their numbers, as `name stage`."""
     found = {}
     for name, more in [("undisturbed", []), ("test-only", ["--test-only"])]:
         file = runs.folder / f"{name}-calls"

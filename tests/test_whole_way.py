@@ -28,14 +28,6 @@ WORDS = {
 }  # fmt: skip
 
 
-def commands():
-    block = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1]
-    for page, ours in WORDS.items():
-        assert page in block
-        block = block.replace(page, ours)
-    return [shlex.split(line) for line in block.splitlines()]
-
-
 def run(folder, words, stdout=None):
     launcher, *words = words
     world_size = 1
@@ -75,7 +67,11 @@ def test_from_archives_to_predictions(tmp_path):
         pytest.importorskip(package)
     archives.write_official(tmp_path / "downloads")
     classes = write_sets(tmp_path)
-    *steps, predict = commands()
+    block = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1]
+    for page, ours in WORDS.items():
+        assert page in block
+        block = block.replace(page, ours)
+    *steps, predict = map(shlex.split, block.splitlines())
     said = {words[words.index("-m") + 1] if "-m" in words else "train": run(tmp_path, words) for words in steps}
     assert "minival" in said["train"]
     assert len(list((tmp_path / "runs/resnet18").glob("checkpoint-*.pth"))) == 3
