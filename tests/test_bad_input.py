@@ -17,6 +17,8 @@ def folders(tmp_path_factory):
     write_images(root / "good", {"train": [4, 4], "val": [1, 1]})
     write_images(root / "other_classes", {"train": [1, 1, 1], "val": [1, 1]})
     (root / "file").write_text("a file")
+    torn = write_images(root / "torn_tar", {"val": [1, 1]})
+    (torn / "train.tar").write_bytes(b"torn" * 300)
     return root
 
 
@@ -32,6 +34,7 @@ CASES = {
         ["--model", "shufflenet_v2_x0_5", "--data-path", "{root}/good", "--weights", "V9"],
         ["V9", "did you mean shufflenet_v2_x0_5.DEFAULT?"],
     ),
+    "torn tar": (["--data-path", "{root}/torn_tar"], ["{root}/torn_tar/train.tar is truncated", "download it again"]),
 }
 
 
