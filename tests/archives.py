@@ -21,7 +21,6 @@ VAL_IDS = [490, 1, 449, 444, 2, 3, 3, 490, 444, 1, 2, 449]
 
 
 def jpeg(seed: int) -> bytes:
-    """Return a small JPEG, another one for each seed."""
     pixels = numpy.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=numpy.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).resize((50, 40), Image.Resampling.BICUBIC).save(file, "JPEG")
@@ -40,7 +39,6 @@ def tree() -> dict[str, bytes]:
 
 
 def tar_of(files: dict[str, bytes]) -> bytes:
-    """Return a tar of files, by name."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for name, payload in files.items():

@@ -30,7 +30,7 @@ def write_images(folder: Path, counts: dict[str, list[int]], size: tuple[int, in
 
 def write_split(root):
     """Write files of two classes in nested folders, which are no images, and return the folder."""
-    names = ["b/2.jpg", "b/10.JPEG", "b/1.png", "a/x.webp", "a/deep/er/y.jpg", "a/deep er/z.jpg", "a/notes.txt"]
+    names = ["b/2.jpg", "b/10.JPEG", "b/1.png", "a/x.webp", "a/deep/er/y.jpg", "a/däep er/z.jpg", "a/notes.txt"]
     for number, name in enumerate(names):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(f"{name} holds this".encode() * number)
@@ -89,7 +89,6 @@ FILES = {
 
 
 def pack(path, names, prefix=""):
-    """Write a tar of {member: file}, in the order given."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for member, file in names.items():
@@ -104,7 +103,6 @@ def files_of(root, *, reverse=True):
 
 
 def class_tars(root, target, *, prefix=False):
-    """Pack each class folder into a tar of its own."""
     for folder in [path for path in root.iterdir() if path.is_dir()]:
         pack(target / f"{folder.name}.tar", files_of(folder), f"{folder.name}/" if prefix else "")
     return target
@@ -159,5 +157,4 @@ def pack_process(argv, fault=None, largest_file=None):
 
 
 def run_pack(tmp_path: Path, *argv, fault=None, largest_file=None) -> Outcome:
-    """Run the packer in a process of its own, and return what became of it."""
     return run_ranks(pack_process, 1, argv, fault, largest_file, log_folder=tmp_path, timeout_s=60)

@@ -95,7 +95,7 @@ def reference_policy(args):
 @pytest.mark.parametrize("args", one_of_each("auto_augment", "color_jitter", "interpolation"))
 def test_policies_are_their_sources_for_the_same_seed(args):
     """Operations, their levels, fill and interpolation; likewise those of colour jitter, and its order."""
-    args = args.replaced(grayscale_prob=0.0, blur_prob=0.0)  # compared in test_presets.py
+    args = args.replaced(grayscale_prob=0.0, blur_prob=0.0)  # compared in test_transforms.py
     image, ours, theirs = picture(120, 100), build_presets(args)[0].policy, reference_policy(args)
     num_changed = 0
     for seed in range(80):

@@ -33,7 +33,6 @@ def samples(found):
 
 
 def image_folders(folder):
-    """Return what torchvision's ImageFolder makes of a folder, as `samples` does."""
     theirs = datasets.ImageFolder(folder)
     return [(os.path.relpath(path, folder), label, Path(path).read_bytes()) for path, label in theirs.samples]
 
@@ -71,7 +70,6 @@ HIDDEN = {
 @pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.parametrize("write", [copy_folder, pack_as_tar_does, pack_classes])
 def test_a_hidden_class_or_image_is_refused_with_the_command_that_removes_it(folder, tmp_path, write, name):
-    """ImageFolder would take all of these."""
     target = tmp_path / "it's {here} %s"
     target.mkdir()
     expected = [(f"{path.parent.name}/{path.name}", path.read_bytes()) for path in folder.glob("b/*.*")]
@@ -86,12 +84,6 @@ def test_a_hidden_class_or_image_is_refused_with_the_command_that_removes_it(fol
     found = samples(open_source(target / "train"))
     assert sorted((name, content) for name, label, content in found if label == 1) == sorted(expected)
     assert len(found) == 6
-
-
-def test_a_list_may_name_hidden_files(folder):
-    (folder / "a" / "._x.jpg").write_bytes(b"wanted")
-    (folder.parent / "train.csv").write_text("path,label\ntrain/a/._x.jpg,a\n")
-    assert samples(open_source(folder)) == [("a/._x.jpg", 0, b"wanted")]
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
@@ -112,14 +104,6 @@ def test_every_format_gives_image_folders_images(folder, tmp_path, write, is_cac
     assert identity["path"] == str(tmp_path / "train")
     assert identity["sample"] == " ".join(f"{number}:{len(each[2])}" for number, each in enumerate(expected))
     assert "is used, not" not in capsys.readouterr().out
-
-
-def test_the_fingerprint_of_two_images_is_this_one(tmp_path):
-    """Checkpoints of any age hold such a value."""
-    for name in ("cat/1.jpg", "dög/in/2.JPEG"):
-        (tmp_path / "train" / name).parent.mkdir(parents=True)
-        (tmp_path / "train" / name).touch()
-    assert open_source(tmp_path / "train").fingerprint() == "95f6fa071d4a7826"
 
 
 def test_a_second_start_does_not_scan_but_where_the_index_cannot_be_cached_or_may_be_stale(folder, monkeypatch, capsys):
@@ -203,7 +187,6 @@ def test_a_file_of_the_data_set_that_is_a_link_to_nowhere_is_no_file_less(folder
 
 
 def member(name, kind=tarfile.REGTYPE, content=b"content", **fields):
-    """Return the bytes of one member."""
     entry = tarfile.TarInfo(name)
     entry.type, entry.size = kind, len(content) if kind == tarfile.REGTYPE else 0
     for key, value in fields.items():

@@ -21,7 +21,6 @@ from tests.started import SMALL, run_train
 
 @pytest.fixture
 def folder(tmp_path):
-    """A data path with class folders, one of them with a folder of its own."""
     write_images(tmp_path / "data", {"train": [3, 2, 4], "val": [2, 1, 2]})
     first = sorted((tmp_path / "data" / "train").iterdir())[0]
     (first / "in a").mkdir()
@@ -41,7 +40,6 @@ def write_list(path: Path, rows: list[dict]):
 
 
 def rows_of(folder: Path, split: str, base: Path | None = None) -> list[dict]:
-    """Return the images that torchvision's ImageFolder finds, by paths relative to `base`, or absolute ones."""
     found = datasets.ImageFolder(folder / split)
     paths = [(os.path.relpath(path, base) if base else path, label) for path, label in found.samples]
     return [{"path": path, "label": found.classes[label]} for path, label in paths]
@@ -66,11 +64,11 @@ def test_a_list_of_class_folders_files_is_their_index(folder, ending):
 
 
 @pytest.mark.parametrize("is_absolute", [False, True])
-def test_photographs_may_lie_anywhere(folder, tmp_path, is_absolute):
+def test_photographs_may_lie_anywhere_even_where_folders_hide_them(folder, tmp_path, is_absolute):
     expected, lists = [each[1:] for each in contents(open_source(folder / "train"))], tmp_path / "lists"
     lists.mkdir()
-    base = None if is_absolute else (folder / "train").rename(lists / "photographs").parent
-    rows = rows_of(folder, "train") if is_absolute else rows_of(lists, "photographs", base)
+    base = None if is_absolute else (folder / "train").rename(lists / ".photographs").parent
+    rows = rows_of(folder, "train") if is_absolute else rows_of(lists, ".photographs", base)
     write_list(lists / "train.csv", rows)
     found = open_source(lists / "train")
     assert [each[1:] for each in contents(found)] == expected
@@ -232,7 +230,6 @@ def test_data_in_another_layout_are_answered_with_what_helps(folder):
 
 @pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
 def test_umlauts_of_another_system_are_found(folder, forms):
-    """A Mac writes Käfer as two characters, also where the file's name came from elsewhere as one."""
     image = next((folder / "train").rglob("*.jpg"))
     stored, listed = (unicodedata.normalize(form, "Käfer.jpg") for form in forms)
     content = image.rename(folder / stored).read_bytes()

@@ -21,7 +21,6 @@ KINDS = {
 
 
 def write_tar(path: Path, members: dict[str, str]):
-    """Write a tar of texts, by name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(tar_of({name: text.encode() for name, text in members.items()}))
 
@@ -65,7 +64,6 @@ def test_shards_with_labels_are_the_class_folders_of_their_images(tmp_path, monk
 
 
 def test_classes_txt_names_the_numbers_and_an_evaluation_may_lack_some(tmp_path):
-    """All else of numbers is in test_lists.py."""
     write_both(tmp_path, [11, 2], ".cls", ["imagenet1k-validation-00.tar"])
     (tmp_path / "classes.txt").write_text("\n".join(f"n{number}" for number in range(12)))
     found = open_source(tmp_path / "val")

@@ -38,7 +38,7 @@ def run(tmp_path: Path, name: str, *argv, largest_file=None) -> Outcome:
         (make_digits, ".", "a.pth is not one of these digits, and stays"),
         # An empty path is not the current folder.
         (make_digits, "''", "expected a path, and it is empty"),
-        (prepare, ". s3://me@bucket/out", "argument OUT: expected a local path, not an address"),
+        (prepare, ". http:/me:secret@host/p", "argument OUT: expected a local path, not an address"),
         (evaluate, "x.pth --set val=. --html s3://me@bucket/a.html", "--html: expected a local path, not an address"),
         (make_digits, "digits --gpu 0", "unrecognized argument"),
         (check, "train", "has no train/"),
@@ -62,6 +62,7 @@ def test_a_wrong_command_is_one_line_and_changes_nothing(monkeypatch, capfd, tmp
     printed = capfd.readouterr()
     assert (end.value.code, printed.out, len(printed.err.splitlines())) == (2, "", 1), printed
     assert words in printed.err
+    assert "secret" not in printed.err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.pth", "a.pth", "train"]
     assert (tmp_path / "a.pth").read_text() == "kept"
 
