@@ -28,7 +28,6 @@ def jpeg(seed: int) -> bytes:
 
 
 def tree() -> dict[str, bytes]:
-    """Return the images by the path that each has when all is done."""
     images = {}
     for number, (synset, _) in enumerate(SYNSETS.values()):
         for image in range(3 + number % 3):

@@ -110,7 +110,6 @@ class Chaos:
         self.campaign(kind, number) if kind in CAMPAIGNS else getattr(self, kind)(number)
 
     def reference(self, campaign: Campaign) -> None:
-        """Run a campaign's run uninterrupted, and take its time on each number of processes, if that is not done."""
         key = campaign.shards, campaign.options
         for size in {1, *campaign.world_sizes}:
             if (size, *key) not in self.duration_s:
@@ -193,7 +192,6 @@ def run_campaign(kind: str, number: int, seed: int, folder: Path) -> tuple[Count
 
 
 def run_scenario(index: int, most: dict[str, int], folder: Path) -> tuple[Counter, list[str]]:
-    """Try so many points of each kind, at equal distances, in one scenario of tests/crash.py."""
     torch.set_num_threads(1)
     rng = random.Random(index)
     trial = Trial(SCENARIOS[index], folder / f"scenario{index}")

@@ -39,7 +39,6 @@ def write_split(root):
 
 
 def turn(path, orientation):
-    """Write an EXIF orientation into an image's file, whose pixels stay as they are."""
     with Image.open(path) as image:
         exif = image.getexif()
         exif[ExifTags.Base.Orientation] = orientation
@@ -148,7 +147,6 @@ FORMS = [
 
 
 def pack_process(argv, fault=None, largest_file=None):
-    """Run the packer's command line in this process, small tars and all."""
     from scripts import pack
 
     plan_shards = pack.plan_shards

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.calls import Call
-from tests.crash import Start, Trial
+from tests.crash import Call, Start, Trial
 
 # Of so many names that are not durable, all subsets are tried; of more, each omission and each swap of neighbours.
 ALL_SUBSETS_OF = 6
@@ -55,8 +54,6 @@ class File:
 
 
 class Disk:
-    """What the calls of a run do to a disk, and which part of it would outlast a power failure at each moment."""
-
     def __init__(self, folder: Path) -> None:
         self.files, self.durable, self.pending = {}, {}, []
         inodes = {}
@@ -182,7 +179,6 @@ def possible_states(trial: Trial, log: list | None = None) -> list[State]:
 
 
 def identity(image: dict) -> frozenset:
-    """Return what two equal disks have in common; which names are links of one file is part of a disk."""
     first = {}
     return frozenset(
         (path, content and (first.setdefault(content[1], path), content[0])) for path, content in sorted(image.items())

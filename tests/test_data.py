@@ -182,7 +182,6 @@ def names_of(source):
 
 
 def held_out(folder, fraction):
-    """Return the names that the documented formula holds out of the files in a folder of class folders."""
     held = set()
     for directory in folder.iterdir():
         names = [f"{directory.name}/{path.name}" for path in directory.iterdir()]

@@ -160,7 +160,6 @@ def tiled(width, height):
 
 
 def claiming(width, height):
-    """Return files of some hundred bytes that claim a size."""
     jpeg = encoded(picture(16, 16), "JPEG")
     place = jpeg.index(b"\xff\xc0") + 5
     jpeg = jpeg[:place] + struct.pack(">HH", height, width) + jpeg[place + 4 :]
@@ -329,7 +328,6 @@ KINDS += ["GIF", "TGA", "ICO", "PCX", "DDS", "SGI", "JPEG2000", "EPS"]
 
 
 def odd_other(rng):
-    """Return a file of another format whose first bytes, or the boxes in which a HEIF has sizes, say something else."""
     kind = rng.choice([kind for kind in KINDS if kind != "HEIF" or can_read_heic()])
     image = picture(64, 48, rng.choice(["RGB", "RGBA", "L"]) if kind in ("PNG", "WEBP", "AVIF") else "RGB")
     image = image.quantize(16) if kind in ("PNG", "BMP") and rng.random() < 0.3 else image

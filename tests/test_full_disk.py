@@ -43,7 +43,6 @@ def leave_room(disk: Path | None, num_bytes: float) -> None:
 
 
 def fill(disk: Path | None, rooms: dict[int, float]) -> None:
-    """Have little room while the n-th saves are written, if it is none for good."""
     save, numbers = CheckpointFolder.save, itertools.count(1)
 
     def save_into(folder, *args):
@@ -62,7 +61,6 @@ def fill(disk: Path | None, rooms: dict[int, float]) -> None:
 
 @pytest.fixture(params=["ulimit -f", "a full file system"])
 def disk(request, tmp_path):
-    """A file system of its own, or None."""
     if request.param == "ulimit -f":
         yield None
         return
@@ -77,7 +75,6 @@ def disk(request, tmp_path):
 
 @pytest.fixture(scope="module", params=MODELS)
 def undisturbed(request, image_folder, tmp_path_factory):
-    """Runs of a model, one of which had room for each save."""
     folder = tmp_path_factory.mktemp(request.param)
     runs = FaultyRuns(image_folder, folder, [*OPTIONS, *MODELS[request.param], *EACH_STEP])
     runs.run("undisturbed", 1).check()

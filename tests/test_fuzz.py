@@ -33,18 +33,15 @@ def test_a_short_round_finds_nothing(tmp_path):
     assert re.search("cases=80 .*wrong=0", done.output)
 
 
-FOUND = {
-    "KeyError": lambda _, folder, rng: {}["x"],
-    "changed ": lambda _, folder, rng: (folder.parent / "outside").touch(),
-    "started ": lambda _, folder, rng: subprocess.run(["/nowhere/gs", "--version"], check=False),
-    "over 1 s": lambda _, folder, rng: time.sleep(9),
-    "ended the process": lambda _, folder, rng: os._exit(3),
-}
-
-
-@pytest.mark.parametrize("words", FOUND)
-def test_the_fuzzer_would_see_it(tmp_path, monkeypatch, words):
-    monkeypatch.setattr(fuzz, "KINDS", {FOUND[words]: 1})
+@pytest.mark.parametrize(("words", "act"), [
+    ("KeyError", lambda _, folder, rng: {}["x"]),
+    ("changed ", lambda _, folder, rng: (folder.parent / "outside").touch()),
+    ("started ", lambda _, folder, rng: subprocess.run(["/nowhere/gs", "--version"], check=False)),
+    ("KeyboardInterrupt", lambda _, folder, rng: time.sleep(9)),
+    ("ended the process", lambda _, folder, rng: os._exit(3)),
+])  # fmt: skip
+def test_the_fuzzer_would_see_it(tmp_path, monkeypatch, words, act):
+    monkeypatch.setattr(fuzz, "KINDS", {act: 1})
     monkeypatch.setattr(fuzz, "LIMIT_S", 1)
     assert words in fuzz.run_case(None, 0, 0, tmp_path)
 
@@ -166,14 +163,11 @@ def test_weights_that_claim_more_than_is_stored_are_refused(tmp_path):
 
 
 # What the layers of torchvision's models can take, by their own arithmetic: pooled to nothing, or not divisible.
-SIZES = [
+@pytest.mark.parametrize(("model", "size", "is_refused"), [
     ("alexnet", 62, True), ("squeezenet1_1", 16, True), ("squeezenet1_1", 17, False), ("densenet121", 24, True),
     ("maxvit_t", 192, True), ("vit_b_16", 225, True), ("inception_v3", 224, True), ("resnet18", 8, False),
     ("timm/vit_tiny_patch16_224", 192, False), ("timm/test_resnet", 40, False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("model", "size", "is_refused"), SIZES)
+])  # fmt: skip
 def test_a_size_that_a_model_cannot_take_is_refused_before_it_is_used(model, size, is_refused):
     sizes = [f"--{split}-crop-size={size}" for split in ("train", "val")]
     args = config.parse_args(["--synthetic", "--model", model, *sizes, "--batch-size", "2"])
@@ -190,9 +184,7 @@ REFUSED = {
     "--model maxvit_t --val-crop-size 256": "--val-crop-size 256",
     "--model timm/swin_tiny_patch4_window7_224 --val-crop-size 256": "--train-crop-size 224",
     "--model timm/levit_128s --train-crop-size 256": "--train-crop-size 256",
-    "--model timm/test_vitt": "did you mean timm/test_vit",
     "--model timm/test_vit.r160_in1": "did you mean timm/test_vit.r160_in1k",
-    # Too few for BatchNorm.
     "--model resnet18 --train-crop-size 32 --batch-size 1": "--train-crop-size 32 at --batch-size 1",
 }
 

@@ -23,7 +23,6 @@ from tests.started import Hostile
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A split of two classes with nested folders, whose index may be cached although it was written just now."""
     monkeypatch.setattr(index, "RACY_NS", 0)
     return write_split(tmp_path / "images" / "train")
 
@@ -203,7 +202,6 @@ BAD_TARS = {
     "cut in a header": (GOOD + GOOD[:100], "its end is missing"),
     "cut in an image": (GOOD + member("a/2.jpg")[:516], "is incomplete"),
     "cut before its end": (GOOD + GOOD, "its end is missing"),
-    "damaged in the middle": (GOOD + b"x" * 512 + GOOD + END, "its end is missing"),
     "class tar that is cut": (member("a.tar", content=GOOD) + END, "its end is missing"),
     "class tar cut in an image": (member("a.tar", content=GOOD[:-506]) + END, "is incomplete"),
     "negative size": (GOOD + member("a/2.jpg", pax_headers={"size": "-4096"}) + END, "truncated, damaged"),
@@ -212,7 +210,6 @@ BAD_TARS = {
     "absolute": (member("/etc/a/1.jpg") + END, "points outside"),
     "a zero in a name": (member("x", pax_headers={"path": "a/1\0.jpg"}) + END, "points outside"),
     "link": (GOOD + member("a/2.jpg", tarfile.SYMTYPE, linkname="/etc/passwd") + END, "--dereference"),
-    "device": (GOOD + member("a/2.jpg", tarfile.CHRTYPE, devmajor=1, devminor=5) + END, "--dereference"),
     "flat": (member("1.jpg") + member("2.jpg") + END, "holds 2 images and no class folders; list them"),
     "no images": (member("a/1.txt") + END, "neither images nor class folders"),
     "empty class": (GOOD + member("b", tarfile.DIRTYPE) + END, "such as b, without images"),
@@ -251,7 +248,6 @@ def test_an_incomplete_set_of_shards_or_pack_is_refused(folder, tmp_path):
         path.write_text(json.dumps({**manifest, "state": state}))
         with pytest.raises(UserError, match=words):
             open_source(tmp_path / "train")
-    # The pack of another split, or another tool's file, says nothing about these.
     foreign = [{**manifest, "kind": "another"}, {**manifest, "splits": {}}, [], {"kind": manifest["kind"]}]
     for content in [*(json.dumps(value).encode() for value in foreign), b"no JSON", b"\xff", b"[" * 100_000]:
         path.write_bytes(content)
@@ -292,17 +288,14 @@ def test_a_file_that_would_fill_memory_or_is_no_file_is_not_read(tmp_path):
             open_source(tmp_path / "train").read(number)
 
 
-SPLITS = [
+@pytest.mark.parametrize(("names", "words"), [
     (["train/a/1.jpg", "valid/a/1.jpg", "test/a/1.jpg"], "mv valid val"),
     (["training/a/1.jpg", "validation/a/1.jpg"], "mv training train && mv validation val"),
     (["Train/a/1.jpg", "val/a/1.jpg"], "mv Train train"),
     (["train/a/1.jpg", "val.tar.gz"], "has no val/, but val.tar.gz; unpack it"),
     (["images.TGZ"], "has no train/, but images.TGZ; unpack it"),
     (["cats/1.jpg", "dogs/1.jpg", "old.zip"], "cats, dogs ... are the classes, move all of them into a folder train/"),
-]
-
-
-@pytest.mark.parametrize(("names", "words"), SPLITS)
+])  # fmt: skip
 def test_a_split_of_another_name_or_in_an_archive_is_named_with_what_helps(tmp_path, names, words):
     root = tmp_path / "my images"
     for name in names:

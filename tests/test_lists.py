@@ -13,7 +13,6 @@ from torchvision import datasets
 from errors import UserError
 from loading import index, lists
 from loading.forms import open_named, open_source
-from loading.lists import alike_classes
 from tests.images import write_images
 from tests.ranks import run_ranks, tool_rank
 from tests.started import SMALL, run_train
@@ -29,7 +28,6 @@ def folder(tmp_path):
 
 
 def write_list(path: Path, rows: list[dict]):
-    """Write rows in the form that the list's ending stands for, last row first."""
     with path.open("w", newline="") as file:
         if path.suffix == ".jsonl":
             file.writelines(json.dumps(row) + "\n" for row in rows[::-1])
@@ -122,7 +120,7 @@ def edited(folder: Path, **changes) -> None:
 
 
 # A file and its content, or changes of the list of the class folders' images; and the line's words.
-UNUSABLE = [
+@pytest.mark.parametrize(("spoilt", "message"), [
     ({"path": "train/nowhere.jpg"}, "line 11: 'train/nowhere.jpg' is not a file; paths are relative"),
     ({"path": "../x.jpg"}, "contains .."),
     ({"path": "train/7"}, "has none of the extensions"),
@@ -144,10 +142,7 @@ UNUSABLE = [
     (("classes.txt", "class0\n"), "classes.txt has no class"),
     (("classes.txt", "a\na\n"), "lists a twice"),
     (("classes.txt", "\n"), "is empty"),
-]
-
-
-@pytest.mark.parametrize(("spoilt", "message"), UNUSABLE)
+])  # fmt: skip
 def test_a_list_that_cannot_be_used_is_named_with_its_line(folder, spoilt, message):
     second = rows_of(folder, "train", folder)[1]["path"]
     changes = spoilt if isinstance(spoilt, dict) else {}
@@ -203,9 +198,7 @@ def test_a_list_of_one_split_refuses_rows_of_the_other(folder, capsys):
 
 
 @pytest.mark.parametrize(("form", "is_said"), [("{}", True), ("{}.0", True), ("{}.5", True), ("{}th", False)])
-def test_labels_that_are_all_numbers_are_in_their_order_and_a_line_says_where_folders_have_another(
-    tmp_path, capsys, form, is_said
-):
+def test_labels_that_are_all_numbers_are_in_their_order_and_a_line_says_so(tmp_path, capsys, form, is_said):
     names = [form.format(number) for number in range(12)]
     write_images(tmp_path, {"plain": [1] * 12})
     for number, name in enumerate(names):
@@ -253,9 +246,9 @@ def test_a_list_of_a_spreadsheet_on_windows_is_read(folder):
 
 
 def test_labels_that_look_alike_are_told_by_every_start(folder, tmp_path):
-    assert alike_classes(["a", "b", "ab", "ba"]) == ""
+    assert lists.alike_classes(["a", "b", "ab", "ba"]) == ""
     forms = {unicodedata.normalize(form, "Käfer") for form in ("NFC", "NFD")}
-    assert alike_classes([*forms, "x"]).startswith("classes 'K")
+    assert lists.alike_classes([*forms, "x"]).startswith("classes 'K")
     edited(folder, label="CLASS0")
     argv = ["--data-path", folder, "--minival", "0.2", *SMALL, "--batch-size", 2, "--epochs", 1]
     starts = [run_train(tmp_path, *argv, *more, "--output-dir", tmp_path / "out") for more in ([], ["--dry-run"])]

@@ -24,6 +24,7 @@ from tests.archives import tar_of
 from tests.exports import refused
 from tests.images import FILES, encoded, run_pack, write_images
 from tests.ranks import Outcome, run_ranks, tool_rank
+from tests.test_index import member
 
 NUM_ODD = len(FILES) + 1
 
@@ -36,7 +37,6 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """36 ordinary images, and as many odd ones in each split."""
     folder = write_images(tmp_path_factory.mktemp("source"), {"train": [12, 9], "val": [8, 7]}, size=(96, 64))
     for odd in (folder / "train" / "odd", folder / "val" / "odd"):
         (odd / "deeper").mkdir(parents=True)
@@ -48,7 +48,6 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def short_side(source, tmp_path_factory):
-    """A pack of images of short side 48, and the image folder that tar makes of it."""
     folder = tmp_path_factory.mktemp("short")
     run_pack(folder, "--data-path", source, folder / "out", "--short-side", 48, "--workers", 1).check()
     (folder / "extracted").mkdir()
@@ -189,7 +188,7 @@ def test_what_stops_it_is_one_line_and_leaves_nothing_half(source, tmp_path):
         shutil.rmtree(out)
 
 
-BAD_COMMANDS = [
+@pytest.mark.parametrize(("command", "words"), [
     ("--data-path {source} {source} --short-side 9", "train is not part of a pack"),
     ("--data-path {source} {source}/train/packed --short-side 9", "is inside"),
     ("--data-path {source} {tmp}/out", "--short-side"),
@@ -198,10 +197,7 @@ BAD_COMMANDS = [
     ("--data-path {tmp}/dots {tmp}/out --short-side 9", "'...tar' is hidden"),
     ("--data-path {source} {tmp}/tars --short-side 9", "is not part of a pack"),
     ("--data-path {source} {tmp}/damaged --short-side 9", "manifest.json is damaged; choose another OUT"),
-]
-
-
-@pytest.mark.parametrize(("command", "words"), BAD_COMMANDS)
+])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(source, tmp_path, command, words):
     for name in ("tars", "damaged", "dots"):
         (tmp_path / name).mkdir()
@@ -263,9 +259,7 @@ def test_every_source_becomes_the_same_folders(source, tmp_path, request):
 
 
 @pytest.mark.parametrize("source", ["kaggle", "parquet"])
-def test_killed_and_run_again_it_gives_the_same_folders_and_another_source_is_refused(
-    source, official, tmp_path, request
-):
+def test_killed_and_run_again_it_gives_the_same_folders_and_refuses_others(source, official, tmp_path, request):
     out = tmp_path / "out"
     command = [request.getfixturevalue(source), out, "--skip-md5"]
     # Before: a file is whole, and has no name yet.
@@ -330,7 +324,6 @@ def test_what_is_in_the_way_is_named_and_kept(kaggle, tmp_path):
 
 @pytest.mark.parametrize("truth", ["devkit", "table"])
 def test_a_flat_val_is_sorted(official, kaggle, tmp_path, truth):
-    """The folder that train.py refuses: class folders in train, and images in val."""
     flat = shutil.copytree(kaggle / "ILSVRC/Data/CLS-LOC", tmp_path / "flat")
     before = files_in(flat)
     file = official / DEVKIT if truth == "devkit" else kaggle / "LOC_val_solution.csv"
@@ -345,16 +338,7 @@ def halved(payload: bytes) -> bytes:
     return payload[: len(payload) // 2]
 
 
-def tar_of_a_link(_: bytes) -> bytes:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as tar:
-        member = tarfile.TarInfo("ILSVRC2012_val_00000001.JPEG")
-        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        tar.addfile(member)
-    return content.getvalue()
-
-
-IMAGE = archives.tar_of({"a.JPEG": b"a"})
+IMAGE, IMAGES = archives.tar_of({"a.JPEG": b"a"}), "ILSVRC2012_val_000000"
 DAMAGED = {
     "truncated train": (TRAIN, halved, "is truncated"),
     "cut between members": (VAL, lambda tar: tar[: tar.index(b"ILSVRC2012_val_00000005")], "end is missing"),
@@ -362,8 +346,8 @@ DAMAGED = {
     "leading out": (VAL, lambda _: archives.tar_of({"../a.JPEG": b"a"}), "points outside"),
     "bad class": (TRAIN, lambda _: archives.tar_of({"...tar": IMAGE}), "class '..'"),
     "an image twice": (TRAIN, lambda _: archives.tar_of({"n1.tar": IMAGE, "x/n1.tar": IMAGE}), "n1/a.JPEG twice"),
-    "link": (VAL, tar_of_a_link, "as a link"),
-    "unknown image": (VAL, lambda _: archives.tar_of({"ILSVRC2012_val_00000099.JPEG": b"a"}), "no class"),
+    "link": (VAL, lambda _: member(f"{IMAGES}01.JPEG", tarfile.SYMTYPE) + bytes(1024), "as a link"),
+    "unknown image": (VAL, lambda _: archives.tar_of({f"{IMAGES}99.JPEG": b"a"}), "no class"),
     "gzip": (TRAIN, gzip.compress, "unpack it"),
     "truncated devkit": (DEVKIT, halved, "not a readable"),
 }

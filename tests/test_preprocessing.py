@@ -33,15 +33,14 @@ CHOSEN = {
     "crop_mode": "border", "exif": True,
 }  # fmt: skip
 OPTIONS = (
-    "--val-resize-size 37 --val-crop-size 31 --interpolation lanczos --mean 0.1 0.2 0.3 --std 0.9 0.25 0.6 "
-    "--crop-mode border --exif".split()
+    "--val-resize-size 37 --val-crop-size 31 --interpolation lanczos --mean 0.1 0.2 0.3 --std 0.9 0.25 0.6".split()
 )
+OPTIONS += ["--crop-mode", "border", "--exif"]
 FLAGS = ["--val-resize-size", "--val-crop-size", "--interpolation", "--mean", "--std"]
 MACHINE = ["--workers", "0", "--device", "cpu"]
 
 
 def settled(module, generator):
-    """Give a model weights and statistics by which its scores depend on every pixel."""
     for tensor in module.state_dict().values():
         if tensor.is_floating_point():
             tensor.copy_(torch.rand(tensor.shape, generator=generator) - (0.5 if tensor.ndim > 1 else 0))
@@ -52,7 +51,6 @@ def settled(module, generator):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return a folder with images as phones store them and a bare state dict, and its model: timm's, or one's own."""
     folder = tmp_path_factory.mktemp("made")
     write_images(folder / "images", {"train": [6, 6, 6], "val": [4, 5, 3]}, size=(230, 190))
     for number, path in enumerate(sorted((folder / "images").rglob("*.jpg"))):
@@ -63,7 +61,6 @@ def made(tmp_path_factory):
 
 
 def plain(model, folder, values):
-    """Return each image's probabilities by timm's transforms, by its path, and the mean loss and Acc@1."""
     steps = timm.data.create_transform(
         (3, values["crop"], values["crop"]), interpolation=values["interpolation"], mean=values["mean"],
         std=values["std"], crop_pct=values["crop"] / (values["resize"] + 0.5), crop_mode=values.get("crop_mode"),
@@ -87,8 +84,6 @@ def in_json(values, origin):
 
 
 class Compared:
-    """Compares what the tools say of a file with the plain computation."""
-
     def __init__(self, tmp_path, folder, model, values):
         self.tmp_path, self.folder, self.values = tmp_path, folder, values
         self.probabilities, self.loss, self.acc1 = plain(model, folder, values)
@@ -131,7 +126,6 @@ class Compared:
             use(file, *argv, origin=origin)
 
     def export(self, file, *argv):
-        """Export a file, and return the exported files."""
         out = self.tmp_path / "exported"
         run_tool(self.tmp_path, "export", file, "--output", out, *argv)
         return [each for each in sorted(out.iterdir()) if each.suffix != ".json"]
@@ -159,7 +153,6 @@ def test_a_model_of_ones_own_is_prepared_as_given_and_as_the_file_says_from_then
     run_tool(tmp_path, "average", output, *given, *statistics, "--device", "cpu")
     kept = torch.load(tmp_path / "again.pth", weights_only=True)["args"]
     assert {**kept, **known, "origin": None} == {**kept, "origin": None}
-    # Of some given options and those of the file, the given ones count.
     _, text = run_tool(tmp_path, "predict", output, folder / "images", *given, "--mean", 0, 0, 0, "--json")
     found = json.loads(text)["preprocessing"]
     assert (found["mean"], found["std"], found["val_crop_size"]) == ([0, 0, 0], CHOSEN["std"], CHOSEN["crop"])
@@ -186,7 +179,6 @@ def test_a_dry_run_refuses_weights_of_another_model(made, tmp_path):
 
 
 def test_a_file_that_torchvision_publishes_is_prepared_as_published(tmp_path):
-    """Its name says which of a model's weights it holds; torchvision's own transforms are the oracle."""
     state = torchvision.models.get_model("efficientnet_b1").state_dict()
     for weights in torchvision.models.EfficientNet_B1_Weights:
         path = tmp_path / weights.url.rpartition("/")[2]
@@ -199,7 +191,6 @@ def test_a_file_that_torchvision_publishes_is_prepared_as_published(tmp_path):
 
 
 def test_timms_weights_are_prepared_as_their_tag_says():
-    """Files and repositories of the hub that timm names in the configuration of a tag."""
     for name in ("resnet18.a1_in1k", "resnet18.tv_in1k", "resnet18.fb_swsl_ig1b_ft_in1k"):
         known = timm.get_pretrained_cfg(name)
         for file in (known.url and known.url.rpartition("/")[2], f"hf-hub:{known.hf_hub_id}"):
@@ -245,9 +236,6 @@ def test_what_a_file_says_and_cannot_be_used_is_refused_and_timms_crop_mode_is_f
         choose_preprocessing(args, "x.pth", weights.options)
 
 
-VIT = "timm/test_vit"  # timm's config says 0.5 for both, and 160 pixels
-
-
 def taken(*argv):
     return data.choose_published_options(config.parse_args(["--synthetic", *argv]))
 
@@ -265,7 +253,7 @@ def test_timms_models_are_given_images_as_timms_config_says():
     args, _ = taken("--model", "timm/vit_base_patch16_clip_224.openai")  # the tag's, and not the default's
     assert args.mean == list(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai").mean) != [0.5] * 3
     check_model(args.replaced(distributed=False))
-    args, _ = taken("--model", VIT, "--mean", "0.1", "0.2", "0.3", "--val-crop-size", "96")
+    args, _ = taken("--model", "timm/test_vit", "--mean", "0.1", "0.2", "0.3", "--val-crop-size", "96")
     assert (args.mean, args.std) == ([0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
     assert (args.val_crop_size, args.val_resize_size, args.train_crop_size) == (96, 101, 224)  # 96 / 0.95
     args, notes = taken("--model", "resnet18", "--std", "1", "1", "1")

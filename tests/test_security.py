@@ -69,6 +69,20 @@ def offences(tree):
     return found
 
 
+OFFENCES = """
+from pickle import loads
+torch.distributed.checkpoint.load(state)
+torch.load(path)
+torch.serialization.safe_globals([argparse.Namespace, Thing])
+numpy.load(path, allow_pickle=True)
+eval(text)
+subprocess.run(text, shell=True)
+runpy.run_path(path)
+open_image = Image.open
+datasets.ImageFolder(folder, transform)
+"""
+
+
 def test_no_module_unpickles_extracts_evaluates_or_downloads():
     trees = {path.name: ast.parse(path.read_text()) for path in SOURCES}
     found = {name: offences(tree) for name, tree in trees.items()}
@@ -81,29 +95,6 @@ def test_no_module_unpickles_extracts_evaluates_or_downloads():
     assert [name for name, call in calls if ast.unparse(call) == NAMESPACE] == ["archive.py"]
     users = {name for name, call in calls if "takes_namespace" in [each.arg for each in call.keywords]}
     assert users == {"weights.py"}
-
-
-OFFENCES = """
-from pickle import loads
-from torch.distributed import checkpoint
-torch.distributed.checkpoint.load(state)
-torch.load(path)
-torch.serialization.safe_globals([argparse.Namespace, Thing])
-numpy.load(path, allow_pickle=True)
-eval(text)
-subprocess.run(text, shell=True)
-os.system(text)
-archive.extractall(folder)
-runpy.run_path(path)
-from urllib.request import urlopen
-open_image = Image.open
-from PIL import EpsImagePlugin
-datasets.ImageFolder(folder, transform)
-from torchvision.datasets.folder import pil_loader
-"""
-
-
-def test_each_of_them_would_be_found_and_what_only_sounds_alike_is_not():
     assert [line for line in OFFENCES.split("\n")[1:-1] if not offences(ast.parse(line))] == []
     lines = "model.eval()\nmodel.compile()\ntorch.load(path, weights_only=True)\nnumpy.load(path)\njson.load(file)"
     lines += "\nImage.open(file, formats=['PNG'])\nImage.fromarray(pixels)\nimage.open()"
@@ -111,7 +102,6 @@ def test_each_of_them_would_be_found_and_what_only_sounds_alike_is_not():
 
 
 def run_watched(folder, argv):
-    """Run a command, or open an image, with a Ghostscript on PATH that leaves a file behind."""
     os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
     if len(argv) == 1:
         Image.open(argv[0]).load()
@@ -129,8 +119,9 @@ def test_no_image_starts_a_program(tmp_path, is_ours):
     postscript = root / "train" / "class0" / "image001.jpg"
     Image.new("RGB", (8, 8)).save(postscript, "EPS")
     argv = ["--data-path", root, "--output-dir", tmp_path / "out", *SMALL, "--batch-size", 4, "--epochs", 1]
-    argv = argv if is_ours else [postscript]
-    outcome = run_ranks(run_watched, 1, programs, list(map(str, argv)), log_folder=tmp_path)
+    outcome = run_ranks(
+        run_watched, 1, programs, list(map(str, argv if is_ours else [postscript])), log_folder=tmp_path
+    )
     assert outcome.codes == [1], outcome.output
     assert ("train/class0/image001.jpg (class class0): " in outcome.output) == is_ours
     assert executed.exists() != is_ours

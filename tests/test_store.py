@@ -37,9 +37,6 @@ def folder(tmp_path):
     return files
 
 
-# When, and what is best
-
-
 def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path / "a", minutes=2)
 
@@ -59,23 +56,18 @@ def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save(tmp_path
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize(
-    ("results", "step"),
-    [
-        ([("acc1", 10.0, 3.0), ("acc1", 30.0, 3.0), ("acc1", 20.0, 3.0)], 1),
-        ([("loss", 3.0, 3.0), ("loss", 1.0, 1.0), ("loss", 2.0, 2.0)], 1),
-        ([("loss", NAN, NAN), ("loss", 5.0, 5.0), ("loss", 6.0, 6.0)], 1),
-        ([("loss", INF, INF), ("loss", 5.0, 5.0)], 1),
-        # Of equal results the one of lower loss, then the earlier.
-        ([("acc1", 36.0, 11.5), ("acc1", 36.0, 2.78)], 1),
-        ([("acc1", 36.0, 2.78), ("acc1", 36.0, 11.5)], 0),
-        ([("acc1", 36.0, 2.78), ("acc1", 36.0, 2.78)], 0),
-        ([("acc1", 36.0, NAN), ("acc1", 36.0, 2.78)], 1),
-        ([("acc1", 36.0, 2.78), ("acc1", 36.0, NAN)], 0),
-        # Another metric begins a best of its own.
-        ([("acc1", 99.0, 1.0), ("loss", 3.0, 3.0)], 1),
-    ],
-)
+@pytest.mark.parametrize(("results", "step"), [
+    ([("acc1", 10.0, 3.0), ("acc1", 30.0, 3.0), ("acc1", 20.0, 3.0)], 1),
+    ([("loss", 3.0, 3.0), ("loss", 1.0, 1.0), ("loss", 2.0, 2.0)], 1),
+    ([("loss", NAN, NAN), ("loss", 5.0, 5.0), ("loss", 6.0, 6.0)], 1),
+    ([("loss", INF, INF), ("loss", 5.0, 5.0)], 1),
+    ([("acc1", 36.0, 11.5), ("acc1", 36.0, 2.78)], 1),
+    ([("acc1", 36.0, 2.78), ("acc1", 36.0, 11.5)], 0),
+    ([("acc1", 36.0, 2.78), ("acc1", 36.0, 2.78)], 0),
+    ([("acc1", 36.0, NAN), ("acc1", 36.0, 2.78)], 1),
+    ([("acc1", 36.0, 2.78), ("acc1", 36.0, NAN)], 0),
+    ([("acc1", 99.0, 1.0), ("loss", 3.0, 3.0)], 1),
+])  # fmt: skip
 def test_best_is_the_highest_but_of_a_loss_the_lowest(results, step):
     for kind, name in (("val", "best"), ("val_ema", "best_ema")):
         run = RunState(1, {}, {})
@@ -85,11 +77,7 @@ def test_best_is_the_highest_but_of_a_loss_the_lowest(results, step):
         assert (run.bests[name]["step"], run.bests[name]["metric"]) == (step, f"{kind}/{results[step][0]}")
 
 
-# How a file is written
-
-
 def test_a_file_that_reads_back_otherwise_gets_no_name(folder, monkeypatch):
-    """The disk returns other bytes than it was given: the file is changed between the write and the check."""
     folder.save(state_at(1))
     sync = os.fsync
 
@@ -105,9 +93,6 @@ def test_a_file_that_reads_back_otherwise_gets_no_name(folder, monkeypatch):
     failure = folder.save(state_at(2, 7.0))
     assert re.search("differs from what was written when read back.*still available: checkpoint-00000001.pth", failure)
     assert {path.name for path in folder.folder.glob("*.pth*")} == {"checkpoint-00000001.pth", "checkpoint.pth"}
-
-
-# A disk that fails
 
 
 def failing_with(number):
@@ -199,9 +184,6 @@ def test_curves_that_were_lost_are_drawn_again_at_the_next_start_even_if_the_clo
     assert read_points(tmp_path) == {"train/loss": [(1, 1.0), (2, 2.0), (3, 30.0)]}
 
 
-# A copy on each node
-
-
 def node_environment(rank, world_size, port):
     return {**torchrun_environment(rank, world_size, port), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
@@ -211,7 +193,6 @@ def node_rank(argv, faults=()):
 
 
 def run_nodes(started, tmp_path, out, *argv, faults=()):
-    """Train on two nodes, as far as the two processes can tell; `RANK` in their folder is the number of each."""
     words = [*started.argv, "--batch-size", 4, "--global-batch-size", 8, "--output-dir", tmp_path / out, *argv]
     words += ["--save-per-node", "--epochs", 2, "--keep-last", 2]
     arguments = list(map(str, words)), list(faults)
@@ -222,17 +203,14 @@ def contents(out):
     return {path.name: path.read_bytes() for path in out.glob("*.pth")}
 
 
-KILLED = [(0, "checkpointing.store.CheckpointManager.save", 6, "before")]  # when the one before is made
-
-
 @pytest.mark.dist
 def test_each_node_keeps_a_copy_and_the_newest_good_one_of_all_is_resumed(started, tmp_path):
     first, second = tmp_path / "out0", tmp_path / "out1"
-    assert run_nodes(started, tmp_path, "outRANK", faults=KILLED).codes[0] == -9
+    killed = [(0, "checkpointing.store.CheckpointManager.save", 6, "before")]  # when the one before is made
+    assert run_nodes(started, tmp_path, "outRANK", faults=killed).codes[0] == -9
     assert contents(first) == contents(second)
     names = {"best.pth", "checkpoint-00000003.pth", "checkpoint-00000004.pth", "checkpoint.pth"}
     assert contents(first).keys() == names
-    # The first node loses its newest files, and its best; the second one's newest is damaged.
     for name in names:
         (first / name).unlink()
     damage_flipped(second / "checkpoint-00000004.pth")
@@ -242,7 +220,6 @@ def test_each_node_keeps_a_copy_and_the_newest_good_one_of_all_is_resumed(starte
     assert "resumed step 3 " in outcome.output
     assert contents(first) == contents(second)
     assert list(second.glob("*.corrupt"))
-    # A run on one node ends as these two.
     argv = [*started.argv, "--batch-size", 4, "--global-batch-size", 8, "--epochs", 2]
     run_train(tmp_path, *argv, "--output-dir", tmp_path / "alone").check()
     assert differing_results(tmp_path / "alone", first) == []
@@ -256,11 +233,7 @@ def test_nodes_that_share_a_folder_have_one_writer(started, tmp_path):
     assert load_checkpoint(tmp_path / "shared" / "checkpoint.pth", "it")["step"] == 3
 
 
-# The lock
-
-
 def hold(out):
-    """Hold the lock of a folder, as a run does, until this process is killed."""
     CheckpointFolder(Path(out)).acquire()
     time.sleep(60)
 
@@ -302,9 +275,6 @@ def test_no_link_in_the_output_folder_is_written_through(started, tmp_path, name
         refused(outcome, f".lock is a link or not a file in {out}")
     else:
         assert "log.txt is a link or not a file; training continues" in outcome.check().output
-
-
-# Bits
 
 
 def small_checkpoint(tmp_path):

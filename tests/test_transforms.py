@@ -1,13 +1,11 @@
 """Pixels of the presets and what happens to a batch: torchvision's own, in every bit."""
 
-import io
 import random
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
-from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_train
 from torchvision import transforms as tv
 from torchvision.transforms import InterpolationMode, autoaugment, v2
@@ -30,7 +28,6 @@ def batch(size=6, height=20, width=14):
 
 
 def mix(mixer, image, target, rng):
-    """Mix a batch with the next draws, by one way or one of two, or neither."""
     if isinstance(mixer, transforms.RandomMix):
         drawn = mixer.draw(image, rng)
         return drawn[0].mix(image, target, drawn[1]) if drawn else (image, target)
@@ -38,7 +35,6 @@ def mix(mixer, image, target, rng):
 
 
 def is_torchvisions(oracle, image, target, mixed, **drawn):
-    """Check a mixed batch against one of v2's transforms with given draws instead of its own."""
     parameters = {"labels": target, "batch_size": len(target), **drawn}
     for found, each in zip(mixed, (image, target), strict=True):
         assert torch.equal(found, oracle(num_classes=NUM_CLASSES).transform(each, parameters))
@@ -136,7 +132,6 @@ def test_batches_are_normalised_then_erased_then_mixed_in_the_memory_order_that_
 SIZES = [(67, 45), (33, 80), (50, 50), (19, 24)]  # width, height; the last is smaller than the crop
 MODES = ["BILINEAR", "BICUBIC", "NEAREST"]
 NORMALIZE = [tv.ConvertImageDtype(torch.float), tv.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-# As torchvision's reference preset builds them.
 POLICIES = {
     None: None,
     "ra": partial(autoaugment.RandAugment, magnitude=7),
@@ -209,10 +204,9 @@ def test_boxes_are_torchvisions_for_the_same_state(size, scale):
     assert num_others <= 1  # rounded otherwise: none on most processors, 1 of 300,000 where it was counted
 
 
-@pytest.mark.parametrize(
-    ("option", "timms"), [("grayscale_prob", "grayscale_prob"), ("blur_prob", "gaussian_blur_prob")]
-)
-def test_grey_and_blurred_images_are_timms_within_a_level(option, timms):
+@pytest.mark.parametrize("option", ["grayscale_prob", "blur_prob"])
+def test_grey_and_blurred_images_are_timms_within_a_level(option):
+    timms = option.replace("blur", "gaussian_blur")
     image = picture(224, 224)
     ours = presets.ClassificationPresetTrain(crop_size=224, **{option: 0.5}).policy
     theirs = transforms_imagenet_train(224, color_jitter=None, **{timms: 0.5}, separate=True)[1]
@@ -237,31 +231,11 @@ def test_without_augmentation_training_images_are_those_of_an_evaluation():
     assert data.build_batch_transforms(args, 10)[0].erase is None
 
 
-@pytest.mark.parametrize("mode", ["BILINEAR", "BICUBIC"])
-@pytest.mark.parametrize(("resize_size", "crop_size"), [(256, 224), (40, 32)])
-def test_images_of_nearly_the_size_they_are_resized_to_are_torchvisions(resize_size, crop_size, mode):
-    interpolation = InterpolationMode[mode]
-    oracle = tv.Compose([tv.Resize(resize_size, interpolation), tv.CenterCrop(crop_size), tv.PILToTensor()])
-    preset = presets.ClassificationPresetEval(crop_size=crop_size, resize_size=resize_size, interpolation=interpolation)
-    generator = torch.Generator().manual_seed(resize_size)
-    small = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=generator).numpy()
-    for number, short in enumerate(range(resize_size - 3, resize_size + 4)):
-        for size in [(short, short), (short, short * 4 // 3), (short + 1, short), (short * 9 // 5, short)]:
-            image = Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
-            payload = encoded(image, "JPEG", quality=95, progressive=number % 2 == 1)
-            difference = (preset.load(payload).int() - oracle(Image.open(io.BytesIO(payload))).int()).abs()
-            # Both round twice, with weights of another precision: one pixel of a few 100,000 is off by two levels.
-            assert difference.max() <= 2, size
-            assert (difference > 1).sum() <= (1 if mode == "BILINEAR" else 50), size
-            assert difference.float().mean() < 0.05, size
-
-
 # The first numbers of splitmix64 from the state 0, as published with it (Vigna, splitmix64.c).
 SPLITMIX64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 def test_crops_of_any_size_grow_by_multiples_of_32_from_the_smallest_to_the_largest():
-    """Both ends are as they were given, before, at and after the ramp."""
     crops = presets.ProgressivePreset(int, smallest=120, largest=170, first=1, last=5)
     assert [crops.size_at(epoch) for epoch in range(8)] == [120, 120, 128, 160, 160, 170, 170, 170]
 
