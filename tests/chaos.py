@@ -139,7 +139,6 @@ class Chaos:
         return newest
 
     def campaign(self, kind: str, number: int) -> None:
-        """Break runs until `number` faults of a kind have struck; each run is resumed until it ends, and compared."""
         campaign, safe, attempts, is_over = CAMPAIGNS[kind], -1, 0, True
         self.reference(campaign)
         while self.counts[kind] < number or not is_over:

@@ -35,7 +35,6 @@ def chaos(tmp_path_factory):
     return Chaos(tmp_path_factory.mktemp("chaos"), seed=1)
 
 
-# How many faults of a kind strike; the campaigns themselves compare each run with an uninterrupted one.
 ROUNDS = {"kills": 2, "resizes": 1, "signals": 2, "bitflips": 500}
 
 

@@ -65,6 +65,7 @@ def test_a_list_of_class_folders_files_is_their_index(folder, ending):
 def test_photographs_may_lie_anywhere_even_where_folders_hide_them(folder, tmp_path, is_absolute):
     expected, lists = [each[1:] for each in contents(open_source(folder / "train"))], tmp_path / "lists"
     lists.mkdir()
+    (folder / "train" / "class0" / "image000.jpg").rename(folder / "train" / "class0" / "._x.jpg")
     base = None if is_absolute else (folder / "train").rename(lists / ".photographs").parent
     rows = rows_of(folder, "train") if is_absolute else rows_of(lists, ".photographs", base)
     write_list(lists / "train.csv", rows)

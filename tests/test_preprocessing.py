@@ -32,10 +32,8 @@ CHOSEN = {
     "resize": 37, "crop": 31, "interpolation": "lanczos", "mean": [0.1, 0.2, 0.3], "std": [0.9, 0.25, 0.6],
     "crop_mode": "border", "exif": True,
 }  # fmt: skip
-OPTIONS = (
-    "--val-resize-size 37 --val-crop-size 31 --interpolation lanczos --mean 0.1 0.2 0.3 --std 0.9 0.25 0.6".split()
-)
-OPTIONS += ["--crop-mode", "border", "--exif"]
+OPTIONS = "--val-resize-size 37 --val-crop-size 31 --interpolation lanczos --mean 0.1 0.2 0.3".split()
+OPTIONS += "--std 0.9 0.25 0.6 --crop-mode border --exif".split()
 FLAGS = ["--val-resize-size", "--val-crop-size", "--interpolation", "--mean", "--std"]
 MACHINE = ["--workers", "0", "--device", "cpu"]
 
