@@ -1,5 +1,7 @@
 """Learning from a teacher: DeiT's formulas, and both heads; test_promises.py has the same bits whatever happens."""
 
+from types import SimpleNamespace
+
 import pytest
 import timm
 import torch
@@ -8,8 +10,9 @@ from torch.nn.functional import cross_entropy
 
 from checkpointing.archive import load_checkpoint
 from errors import UserError
+from models.build import build_model
 from models.losses import AuxiliaryLoss
-from models.teacher import Distillation, build_teacher
+from models.teacher import Distillation, build_loss, build_teacher
 from settings import config
 from tests.endings import differing
 from tests.images import write_images
@@ -26,8 +29,8 @@ def expected_loss(first, second, taught, target, *, is_soft, alpha, temperature,
     (1 - alpha) CE(first, target) + alpha CE(second, argmax taught), or alpha T^2 KL(taught / T || second / T).
     """
     first, second, taught = first.double(), second.double(), taught.double()
-    shares = (target if target.ndim == 2 else nn.functional.one_hot(target, NUM_CLASSES)).double()
-    base = -((shares * (1 - smoothing) + smoothing / NUM_CLASSES) * first.softmax(1).log()).sum(1)
+    shares = (target if target.ndim == 2 else nn.functional.one_hot(target, first.size(1))).double()
+    base = -((shares * (1 - smoothing) + smoothing / first.size(1)) * first.softmax(1).log()).sum(1)
     if is_soft:
         p, q = (second / temperature).softmax(1), (taught / temperature).softmax(1)
         extra = temperature**2 * (q * (q / p).log()).sum(1)
@@ -117,6 +120,18 @@ def test_the_teacher_changes_the_weights_and_is_not_saved(taught):
     assert differing(taught.final("alone"), taught.final("taught")) != []
     output = (taught.folder / "taught-logs" / "rank0.log").read_text()
     assert f"--teacher {taught.teacher}: the raw weights of timm/test_resnet" in output
+
+
+def test_the_options_of_the_loss_reach_it_and_an_evaluation_builds_no_teacher(taught):
+    words = ["--teacher", str(taught.teacher), "--distillation", "soft", "--label-smoothing", "0.1"]
+    words += ["--distillation-alpha", "0.7", "--distillation-temperature", "2"]
+    args = config.parse_args(["--synthetic", *SMALL, *words])
+    student, images = build_model(args, 3), SimpleNamespace(classes=["class0", "class1", "class2"])
+    criterion, image, target = build_loss(args, student, None, images), torch.randn(4, 3, 32, 32), torch.arange(4) % 3
+    output, rule = student(image), {"is_soft": True, "alpha": 0.7, "temperature": 2.0, "smoothing": 0.1}
+    expected = expected_loss(output, output, criterion.teacher(image), target, **rule)
+    assert criterion(output, target).item() == pytest.approx(expected, rel=1e-5)
+    assert not isinstance(build_loss(args.replaced(test_only=True), student, None, images), Distillation)
 
 
 def test_a_teacher_that_cannot_be_used_is_one_line(taught, tmp_path):

@@ -295,7 +295,6 @@ def is_torchs(name):
     return args.lr_scheduler not in ("linearlr", "wsd") and args.lr_warmup_prefix
 
 
-# Those of torch's schedulers, as torchvision puts them together, are compared in test_optim.py.
 @pytest.mark.parametrize("name", one_of_each(rates_of, [name for name in RECIPES if not is_torchs(name)]))
 def test_learning_rates_are_the_sources(name):
     args = options_by_name(name)

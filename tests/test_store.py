@@ -22,6 +22,7 @@ from checkpointing.store import CheckpointManager
 from errors import StorageError
 from monitoring.events import EventFile
 from monitoring.monitor import Monitor
+from settings import config
 from tests.chaos import flip_bits
 from tests.endings import differing_results, read_points
 from tests.ranks import run_ranks, torchrun_environment, train_rank, wait_for
@@ -38,7 +39,8 @@ def folder(tmp_path):
 
 
 def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save(tmp_path, monkeypatch):
-    manager = CheckpointManager(tmp_path / "a", minutes=2)
+    argv = ["--synthetic", "--checkpoint-minutes", "2", "--output-dir", str(tmp_path / "a")]
+    manager = CheckpointManager.of_options(config.parse_args(argv))
 
     def is_due(now_s, manager=manager):
         monkeypatch.setattr(time, "monotonic", lambda: now_s)

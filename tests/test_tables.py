@@ -1,8 +1,10 @@
 """What every row of a table of choices promises, whatever its name: a new row without an oracle here fails."""
 
+import inspect
 import itertools
 import math
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -10,68 +12,101 @@ import pytest
 import torch
 from PIL import Image
 from sklearn import metrics as sklearns
+from torch import nn
 
+from errors import UserError
+from metrics import Metric
 from models.losses import build_criterion
 from models.optim import lr_at
 from presets import build_presets
 from randomness import AUGMENTATION, seed_host
 from settings import config
-from settings.choices import CURVES, LOSSES, METRICS, POLICIES, SCHEDULES
+from settings.choices import CURVES, FORMS, LOSSES, METRICS, POLICIES, SCHEDULES, TABLES
 from settings.options import BY_NAME
 
 CLASSES = 6
+ROWS = [
+    *((option, name, choice) for option, (_, table) in TABLES.items() for name, choice in table.items()),
+    *(("form", name, choice) for name, choice in FORMS.items()),
+    *(("curve", name, choice) for name, choice in CURVES.items()),
+]
 
 
 def parse(*words):
     return config.parse_args(["--synthetic", "64", *map(str, words)])
 
 
-def drawn(seed, num_images=7):
-    """Return scores in float64, classes, and soft targets of two classes each, as mixing makes them."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(num_images, CLASSES, generator=generator, dtype=torch.float64)
-    target = torch.arange(num_images) % CLASSES
-    share = torch.rand(num_images, 1, generator=generator, dtype=torch.float64)
-    hard = torch.eye(CLASSES, dtype=torch.float64)[target]
-    return scores, target, share * hard + (1 - share) * hard.roll(1, 0)
+@pytest.mark.parametrize(("option", "name", "choice"), ROWS, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_row_can_be_imported_and_takes_its_options(option, name, choice):
+    function = choice.load()
+    assert callable(function)
+    assert {*choice.options} <= BY_NAME.keys()
+    parameters = inspect.signature(function).parameters
+    taken = {each.removeprefix("opt_") if option == "opt" else each for each in (*choice.options, *choice.constants)}
+    assert taken <= parameters.keys()
+    if option == "curve":
+        assert issubclass(function, Metric)
+        assert function.curves[name] is choice
+        assert choice.title
 
 
-def cross_entropy(row, target):
-    return -sum(t * (score - math.log(sum(map(math.exp, row)))) for score, t in zip(row, target, strict=True))
+@pytest.mark.parametrize(("words", "kind", "is_bce"), [
+    ("", "CrossEntropy", False), ("--criterion cross_entropy", "CrossEntropy", False),
+    ("--bce-loss", "BinaryCrossEntropy", True), ("--criterion bce", "BinaryCrossEntropy", True),
+    ("--criterion bce --bce-loss", "BinaryCrossEntropy", True), ("--criterion focal", "FocalLoss", False),
+    ("--recipe deit3-b --criterion cross_entropy", "CrossEntropy", False),
+    ("--recipe deit3-b --criterion focal", "FocalLoss", False),
+])  # fmt: skip
+def test_a_loss_has_a_name(words, kind, is_bce):
+    args = parse(*words.split())
+    criterion = build_criterion(args)
+    assert type(criterion).__name__ == kind
+    assert args.bce_loss is is_bce  # as in checkpoints and recipes of either spelling
+    assert criterion.label_smoothing == args.label_smoothing
 
 
-def binary_cross_entropy(row, target):
-    pairs = [(1 / (1 + math.exp(-score)), t) for score, t in zip(row, target, strict=True)]
-    return -sum(t * math.log(p) + (1 - t) * math.log(1 - p) for p, t in pairs) / len(row)
+@pytest.mark.parametrize("words", [
+    "--criterion foacl", "--criterion focal --bce-loss", "--criterion cross_entropy --bce-loss", "--focal-gamma 1",
+    "--criterion focal --focal-gamma -1", "--criterion focal --multi-label", "--lr-scheduler cosin", "--metrics f2",
+])  # fmt: skip
+def test_a_loss_or_name_that_misfits_is_refused(words):
+    with pytest.raises(UserError, match="|".join(word for word in words.split() if word.startswith("--"))):
+        parse(*words.split())
 
 
-def focal(row, target):
-    shares = [math.exp(score) / sum(map(math.exp, row)) for score in row]
-    return -sum(t * (1 - p) ** 2 * math.log(p) for t, p in zip(target, shares, strict=True))
+# The terms of an image's classes, of scores z, probabilities p, shares of the target and weights of the classes.
+BY_HAND = {
+    "cross_entropy": lambda z, p, share, weight: -weight * share * p.log(),
+    "bce": lambda z, p, share, weight: (
+        -(weight * share * z.sigmoid().log() + (1 - share) * (1 - z.sigmoid()).log()) / 4
+    ),
+    "focal": lambda z, p, share, weight: -weight * share * (1 - p) ** 2 * p.log(),
+    "focal --focal-gamma 0.5": lambda z, p, share, weight: -weight * share * (1 - p).sqrt() * p.log(),
+}
 
 
-# The loss of one image, from its scores and its smoothed target.
-LOSS_OF_IMAGE = {"cross_entropy": cross_entropy, "bce": binary_cross_entropy, "focal": focal}
-
-
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_the_mean_over_images_of_its_formula_for_smoothed_mixed_targets(name, smoothing):
-    criterion = build_criterion(parse("--criterion", name, "--label-smoothing", smoothing))
-    scores, target, soft = drawn(1)
-    smooth = (soft * (1 - smoothing) + smoothing / CLASSES).tolist()
-    each = [LOSS_OF_IMAGE[name](*pair) for pair in zip(scores.tolist(), smooth, strict=True)]
-    assert criterion(scores, soft).item() == pytest.approx(sum(each) / len(each), rel=1e-12)
-    hard = torch.eye(CLASSES, dtype=torch.float64)[target]
-    assert criterion(scores, target).item() == pytest.approx(criterion(scores, hard).item(), rel=1e-12)
+@pytest.mark.parametrize("target", [[3, 1, 1], [[0.0, 1.0, 0.0, 0.0]] * 3, [[0.2, 0.0, 0.8, 0.0]] * 3])
+@pytest.mark.parametrize("name", [*LOSSES, "focal --focal-gamma 0.5"])
+def test_each_loss_of_smoothed_classes_and_mixed_targets_is_the_mean_by_hand(name, target, smoothing, is_weighted):
+    scores = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.0, 0.25, -1.0, 2.0], [-3.0, 4.0, 0.0, 1.0]], dtype=torch.float64)
+    target, scores, none = torch.tensor(target), scores.requires_grad_(), torch.ones(4)
+    criterion = build_criterion(parse("--criterion", *name.split(), "--label-smoothing", smoothing))
+    criterion.weight = torch.tensor([0.5, 2.0, 1.0, 3.0]) if is_weighted else None
+    shares = (target if target.ndim == 2 else nn.functional.one_hot(target, 4)).double()
+    hand = partial(BY_HAND[name], scores, scores.softmax(1), shares * (1 - smoothing) + smoothing / 4)
+    weight = criterion.weight if is_weighted else none
+    assert criterion(scores, target).item() == pytest.approx(hand(weight).sum().item() / 3)
+    assert torch.autograd.gradcheck(lambda scores: criterion(scores, target), scores)
+    with torch.no_grad():  # losses of evaluations are comparable
+        assert criterion(scores, target).item() == pytest.approx(hand(none).sum().item() / 3)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_gradient_of_a_loss_is_that_of_its_differences(name):
-    criterion = build_criterion(parse("--criterion", name, "--label-smoothing", 0.1))
-    scores, target, soft = drawn(2)
-    for each in (target, soft):
-        assert torch.autograd.gradcheck(lambda scores, each=each: criterion(scores, each), scores.requires_grad_())
+def test_the_gradient_of_the_focal_loss_is_finite_for_an_image_that_is_certain():
+    scores = torch.tensor([[60.0, 0.0], [0.0, 60.0]], requires_grad=True)
+    LOSSES["focal"].load()(focal_gamma=0.5)(scores, torch.tensor([0, 0])).backward()
+    assert scores.grad.isfinite().all()
 
 
 # The rate after the warm-up as a share of the peak, less --lr-min: of epochs since its end, and of all that are left.
@@ -86,20 +121,23 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize(("warmup", "method"), [(0, "linear"), (2, "linear"), (2, "constant")])
+@pytest.mark.parametrize(("warmup", "method", "more"), [
+    (0, "linear", ""), (2, "linear", ""), (2, "constant", ""), (2, "linear", "--no-lr-warmup-prefix"),
+])  # fmt: skip
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_has_its_rate_at_every_edge(name, warmup, method):
+def test_a_schedule_has_its_rate_at_every_edge(name, warmup, method, more):
     least = 0.001 if "lr_min" in SCHEDULES[name].options else 0.0
-    words = f"--lr-scheduler {name} --epochs 14 --lr-warmup-epochs {warmup} --lr-warmup-method {method}"
+    words = f"--lr-scheduler {name} --epochs 14 --lr-warmup-epochs {warmup} --lr-warmup-method {method} {more}"
     words += " --lr-warmup-decay 0.02 --lr-gamma 0.3 --lr-step-size 3 --lr-power 2 --lr-milestones 3 7 7"
     args = parse(*words.split(), "--lr-cooldown-epochs", 4, *(["--lr-min", least] if least else []))
+    begin = 0 if more else warmup
     for edge in range(15):
         for epoch in (edge - 1e-6, edge):
             if 0 <= epoch < warmup:
                 share = 0.02 + 0.98 * epoch / warmup * (method == "linear")
                 assert lr_at(args, epoch, 0.5) == pytest.approx(0.5 * share, abs=1e-12)
             elif 0 <= epoch < 14:
-                share = SHARES[name](epoch - warmup, 14 - warmup)
+                share = SHARES[name](epoch - begin, 14 - begin)
                 assert lr_at(args, epoch, 0.5) == pytest.approx(least + (0.5 - least) * share, abs=1e-12)
 
 
@@ -143,7 +181,7 @@ def test_a_metric_is_that_of_other_code_over_any_split_into_batches(name):
         assert found[name] == pytest.approx(100 * VALUES[name](scores.numpy(), target.numpy()), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*POLICIES, "timm/rand-m7-mstd0.5-inc1"])
 def test_a_policy_draws_its_pixels_from_the_seed_and_the_images_place_alone(name):
     policy = build_presets(parse("--auto-augment", name))[0].policy
     image = Image.fromarray(numpy.random.default_rng(4).integers(0, 256, (24, 24, 3), dtype=numpy.uint8))
@@ -160,8 +198,6 @@ def test_a_policy_draws_its_pixels_from_the_seed_and_the_images_place_alone(name
 
 
 def test_every_option_is_named_in_a_test_beyond_the_generated_ones():
-    generated = {"test_tables.py", "test_agreement.py"}
-    texts = [path.read_text() for path in Path(__file__).parent.glob("*.py") if path.name not in generated]
+    texts = [path.read_text() for path in Path(__file__).parent.glob("*.py") if path.name != "test_agreement.py"]
     text = "\n".join(texts)
-    unnamed = [option.flag for option in BY_NAME.values() if option.flag not in text and option.dest not in text]
-    assert unnamed == []
+    assert [option.flag for option in BY_NAME.values() if option.flag not in text and option.dest not in text] == []
