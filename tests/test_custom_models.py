@@ -71,8 +71,9 @@ def test_they_reach_the_function_that_builds():
     wide = build("--model", "resnet18", "--model-kwargs", "norm_layer=None", "zero_init_residual=True")
     assert not any(block.bn2.weight.any() for block in wide.modules() if hasattr(block, "bn2"))
     sizes = ["--train-crop-size", "160", "--val-crop-size", "160"]
-    model = build("--model", "timm/test_vit", "--model-kwargs", "depth=2", "act_layer=relu", *sizes)
-    same = timm.create_model("test_vit", num_classes=3, depth=2, act_layer="relu")
+    drops = ["--stochastic-depth", "0.2", "--dropout", "0.3"]
+    model = build("--model", "timm/test_vit", "--model-kwargs", "depth=2", "act_layer=relu", *sizes, *drops)
+    same = timm.create_model("test_vit", num_classes=3, depth=2, act_layer="relu", drop_path_rate=0.2, drop_rate=0.3)
     assert str(model) == str(same)
 
 

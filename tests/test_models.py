@@ -1,5 +1,6 @@
-"""models/build.py: what is built, averages, classifiers, and weights with other heads."""
+"""models/build.py: what is built, averages, classifiers, weights with other heads; a step of every classifier."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -8,9 +9,16 @@ import torch
 import torchvision
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torchvision.models import list_models
 
+import data
 import metrics
+import train
+from checkpointing import guard
+from checkpointing.archive import load_checkpoint
+from checkpointing.checkpoint import RunState
 from checkpointing.published import resolve_weights
+from checkpointing.schema import check_schema
 from checkpointing.weights import Weights
 from errors import UserError
 from models import optim
@@ -26,7 +34,10 @@ from models.build import (
 from models.ema import ExponentialMovingAverage
 from models.freezing import freeze_batchnorm
 from models.losses import build_criterion
+from sampler import TrainSampler, VirtualShards
 from settings import config
+from tests.endings import differing, flatten
+from tests.ranks import some_slow
 
 
 def test_the_average_of_every_shape_and_type_is_that_of_its_formula_and_a_reset_one_a_copy():
@@ -234,15 +245,6 @@ def test_flip_averages_an_image_and_its_mirror_image():
     assert torch.equal(FlipAverage(model)(image), (model(image) + model(image[..., [1, 0]])) / 2)
 
 
-def test_timms_models_come_from_timm():
-    args = parse("--model timm/resnet10t --stochastic-depth 0.2 --norm-weight-decay 0")
-    with torch.device("meta"):
-        model = build_model(args, 7)
-        expected = timm.create_model("resnet10t", num_classes=7, drop_path_rate=0.2)
-    assert str(model) == str(expected)
-    assert len(optim.build_parameter_groups(args, model)) == 2
-
-
 @pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "levit_128s", "efficientformer_l1", "test_vit"])
 def test_timms_heads_are_those_whose_shapes_depend_on_the_classes(name):
     with torch.device("meta"):
@@ -281,3 +283,52 @@ def test_both_heads_of_a_distilled_model_are_replaced_and_trained(capsys):
     assert torch.equal(model.state_dict()["blocks.0.mlp.fc1.weight"], weights["blocks.0.mlp.fc1.weight"])
     changed = changed_by_a_step(model, args, torch.randn(2, 3, 224, 224))
     assert changed == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
+
+
+def test_a_run_trains_at_the_sizes_of_its_epochs(image_folder):
+    argv = "--train-crop-size 64 --train-crop-size-min 32 --crop-ramp-epochs 0 1 --workers 0 --device cpu".split()
+    args = config.parse_args(["--data-path", str(image_folder), *argv])
+    dataset, _ = data.build_datasets(str(image_folder / "train"), str(image_folder / "val"), args)
+    sampler = TrainSampler(len(dataset), VirtualShards(8, 1))
+    for epoch, size in [(0, 32), (1, 64), (5, 64)]:
+        sampler.set_epoch(epoch)
+        assert next(iter(data.build_loader(dataset, sampler, args)))[0].shape == (8, 3, size, size)
+
+
+# What is not happy with 64 px.
+SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 28}
+REPRESENTATIVE = [
+    "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small", "regnet_y_400mf",
+    "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t",
+]  # fmt: skip
+OTHERS = sorted(set(list_models(module=torchvision.models)) - set(REPRESENTATIVE))
+
+
+@pytest.mark.parametrize("name", some_slow([*REPRESENTATIVE, *OTHERS], OTHERS))
+def test_a_classifier_trains_a_step_and_resumes(name, tmp_path):
+    size = SIZES.get(name, 64)
+    argv = f"--synthetic 8 --model {name} --device cpu --workers 0 --lr 0.01 --batch-size 2".split()
+    args = config.parse_args([*argv, "--train-crop-size", str(size), "--val-crop-size", str(size)])
+    model = build_model(args, 5)
+    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    loader = [(torch.randn(2, 3, size, size, generator=generator), torch.tensor([1, 3]))]
+    train.train_one_epoch(model, build_criterion(args), optimizer, loader, torch.device("cpu"), 0, args)
+    moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    # A ViT's classifier begins at zero, and nothing below it moves yet.
+    assert any(moved) if name.startswith("vit_") else sum(moved) > 0.9 * len(moved)
+    del before  # some models have hundreds of megabytes of each
+    optimizer.zero_grad()
+    args = config.assign(args.replaced(world_size=1), None)
+    facts = guard.run_facts(args, *data.build_datasets(None, None, args))
+    state = RunState(1, facts, {"model": model, "optimizer": optim.OptimizerState(optimizer)}).state_dict()
+    torch.save(state, tmp_path / "checkpoint.pth")
+    restored = copy.deepcopy(model)
+    for tensor in restored.state_dict().values():
+        tensor.zero_()
+    restored_optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, restored))
+    run = RunState(1, facts, {"model": restored, "optimizer": optim.OptimizerState(restored_optimizer)})
+    run.load_state_dict(check_schema(load_checkpoint(tmp_path / "checkpoint.pth", "it"), "it"))
+    assert differing(model.state_dict(), restored.state_dict()) == []
+    assert differing(*(flatten(each.state_dict()["state"]) for each in (optimizer, restored_optimizer))) == []
