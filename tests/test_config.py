@@ -31,56 +31,55 @@ def refusal(*argv):
 
 
 def test_other_spellings():
-    for argv, name, value in [
-        # Case does not matter where torchvision ignores it.
-        (["--opt", "SGD_Nesterov"], "opt", "sgd_nesterov"),
-        (["--lr-scheduler", "CosineAnnealingLR"], "lr_scheduler", "cosineannealinglr"),
-        (["--synthetic"], "synthetic", 12_800),
-    ]:
-        assert getattr(parse(*argv), name) == value
+    """And case does not matter where torchvision ignores it."""
+    args = parse(*"--opt SGD_Nesterov --lr-scheduler CosineAnnealingLR --synthetic -b 8 -j 3 --wd 0.5".split())
+    assert (args.opt, args.lr_scheduler, args.synthetic) == ("sgd_nesterov", "cosineannealinglr", 12_800)
+    assert (args.batch_size, args.workers, args.weight_decay) == (8, 3, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--batch=8"], "--batch is --batch-size; the command here: python train.py"),
-        (["--bach-size", "8"], "--bach-size 8 is unknown; did you mean --batch-size?"),
-        (["images"], "unrecognized argument: images is unknown"),
-        (["--pretrained"], "--weights IMAGENET1K_V1"),
-        (["--lr-scheduler", "cosine"], "--lr-scheduler cosine: unknown schedule"),
-        (["--opt", "adamww"], "did you mean adamw? timm's are written timm/NAME, your own FILE.py:FUNCTION"),
-        (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
-        (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
-        (["--batch-size", "12", "--global-batch-size", "64"], "is not a multiple of --batch-size 12; give 60"),
-        (["--batch-size", "12", "--global-batch-size", "6"], "is not a multiple of --batch-size 12; give 12"),
-        (["--overwrite", "--resume", "auto"], "give only one of them"),
-        (["--test-only"], "--test-only needs something to evaluate"),
-        (["--test-only", "--resume", "auto"], "needs --output-dir"),
-        (["--resume", "auto", "--allow-change", "lr,epoch"], "--allow-change epoch: there is no such option; did you"),
-        (["--resume", "auto", "--allow-change", "model"], "--allow-change model: a resumed run cannot change it"),
-        (["--epochs", "five"], "argument --epochs: invalid int value: 'five'"),
-        (["--lr-scaling", "linear"], "--lr-scaling linear needs --lr-scaling-batch"),
-        (["--lr-scaling-batch", "256"], "--lr-scaling-batch has no effect without --lr-scaling linear, sqrt"),
-        (["--start-epoch", "3", "--stop-epoch", "3"], "expected less than --stop-epoch 3"),
-        (["--blur-prob", "1", "--train-crop-size", "6"], "--blur-prob needs training images of 7 pixels or more"),
-        *(
-            (["--eval-data", "a=b", text], f"--eval-data {text}: expected NAME=DIR")
-            for text in ("a=c", "val=c", "x_ema=c", "c", "a/b=c", "b=", "=b")
-        ),
-        (["--clip-agc", "0.1", "--clip-grad-value", "1"], "give only one of them"),
-        (["-b--"], "argument -b/--batch-size: expected a value, not --"),
-        (["--weights", f"runs/{'x' * 256}", "--ema"], "...: a name in it has more than 255 characters"),
-        (["--weights", "m.pth", "--ema"], "--weights m.pth is not there or no file; give --weights FILE"),
-        (["--ema"], "--weights is not given; give --weights FILE"),
-        (["--output-dir", ""], "--output-dir is empty"),
-        (["--multi-label"], "--multi-label: softmax losses need exactly one class per image; give --criterion bce"),
-        (["--multi-label", "/", "--bce-loss"], "--multi-label /: expected one character that separates labels, other"),
-        (["--multi-label", "--bce-loss", "--synthetic", "64"], "--synthetic images have one class"),
-        (["--multi-label", "--bce-loss", "--balanced-sampler"], "--balanced-sampler needs exactly one class per image"),
-        (["--multi-label", "--bce-loss", "--metrics", "balanced_acc"], "balanced_acc exactly one class per image"),
-        (["--metrics", "map"], "--metrics: map needs several labels per image"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--batch=8"], "--batch is --batch-size; the command here: python train.py"),
+    (["--bach-size", "8"], "--bach-size 8 is unknown; did you mean --batch-size?"),
+    (["images"], "unrecognized argument: images is unknown"),
+    (["--pretrained"], "--weights IMAGENET1K_V1"),
+    (["--lr-scheduler", "cosine"], "--lr-scheduler cosine: unknown schedule"),
+    (["--opt", "adamww"], "did you mean adamw? timm's are written timm/NAME, your own FILE.py:FUNCTION"),
+    (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
+    (["--recipe", f"recipes/{'x' * 256}.toml"], "no such recipe"),
+    (["--batch-size", "12", "--global-batch-size", "64"], "is not a multiple of --batch-size 12; give 60"),
+    (["--batch-size", "12", "--global-batch-size", "6"], "is not a multiple of --batch-size 12; give 12"),
+    (["--overwrite", "--resume", "auto"], "give only one of them"),
+    (["--test-only"], "--test-only needs something to evaluate"),
+    (["--test-only", "--resume", "auto"], "needs --output-dir"),
+    (["--resume", "auto", "--allow-change", "lr,epoch"], "--allow-change epoch: there is no such option; did you"),
+    (["--resume", "auto", "--allow-change", "model"], "--allow-change model: a resumed run cannot change it"),
+    (["--epochs", "five"], "argument --epochs: invalid int value: 'five'"),
+    (["--lr-scaling", "linear"], "--lr-scaling linear needs --lr-scaling-batch"),
+    (["--lr-scaling-batch", "256"], "--lr-scaling-batch has no effect without --lr-scaling linear, sqrt"),
+    (["--start-epoch", "3", "--stop-epoch", "3"], "expected less than --stop-epoch 3"),
+    (["--blur-prob", "1", "--train-crop-size", "6"], "--blur-prob needs training images of 7 pixels or more"),
+    *(
+        (["--eval-data", "a=b", text], f"--eval-data {text}: expected NAME=DIR")
+        for text in ("a=c", "val=c", "x_ema=c", "c", "a/b=c", "b=", "=b")
+    ),
+    (["--clip-agc", "0.1", "--clip-grad-value", "1"], "give only one of them"),
+    (["-b--"], "argument -b/--batch-size: expected a value, not --"),
+    (["--weights", f"runs/{'x' * 256}", "--ema"], "...: a name in it has more than 255 characters"),
+    (["--weights", "m.pth", "--ema"], "--weights m.pth is not there or no file; give --weights FILE"),
+    (["--ema"], "--weights is not given; give --weights FILE"),
+    (["--output-dir", ""], "--output-dir is empty"),
+    (["--multi-label"], "--multi-label: softmax losses need exactly one class per image; give --criterion bce"),
+    (["--multi-label", "/", "--bce-loss"], "--multi-label /: expected one character that separates labels, other"),
+    (["--multi-label", "--bce-loss", "--synthetic", "64"], "--synthetic images have one class"),
+    (["--multi-label", "--bce-loss", "--balanced-sampler"], "--balanced-sampler needs exactly one class per image"),
+    (["--multi-label", "--bce-loss", "--metrics", "balanced_acc"], "balanced_acc exactly one class per image"),
+    # What torchvision lacks.
+    (["--amp-dtype", "bfloat16"], "--amp-dtype has no effect without --amp"),
+    (["--bce-target-thresh", "0.2"], "--bce-target-thresh has no effect without --bce-loss"),
+    (["--allow-change", "lr"], "--allow-change has no effect without --resume"),
+    (["--crop-ramp-epochs", "1", "2"], "--crop-ramp-epochs has no effect without --train-crop-size-min"),
+    (["--metrics", "map"], "--metrics: map needs several labels per image"),
+])  # fmt: skip
 def test_what_is_mistyped_contradictory_or_empty_is_refused_with_the_right_word(argv, words):
     assert words in refusal(*DATA, *argv)
 
@@ -173,57 +172,54 @@ def recipe(tmp_path):
     return write
 
 
-def test_a_recipe_gives_options(recipe):
-    argv = recipe(
-        """
-        title = "a title"
-        expected-acc1 = 76.1
+RECIPE = """
+title = "a title"
+expected-acc1 = 76.1
+[data]
+data-path = "some images"
+workers = 0
+[augmentation]
+mean = [0, 0.5, 1]
+[model]
+model-ema = true
+sync-bn = false
+[optimization]
+lr = 1
+wd = 2e-5
+opt = "SGD"
+[precision]
+amp = true
+amp-dtype = "bfloat16"
+"""
 
-        [data]
-        data-path = "some images"
-        workers = 0
-        [augmentation]
-        mean = [0, 0.5, 1]
-        [model]
-        model-ema = true
-        sync-bn = false
-        [optimization]
-        lr = 1
-        wd = 2e-5
-        opt = "SGD"
-        """
-    )
+
+def test_a_recipe_gives_options_and_the_command_line_wins_wherever_it_stands(recipe):
+    argv = recipe(RECIPE)
     args = config.parse_args(argv)
     given = {"data_path": "some images", "workers": 0, "mean": [0.0, 0.5, 1.0], "model_ema": True, "sync_bn": False}
-    given |= {"lr": 1.0, "weight_decay": 2e-5, "opt": "sgd"}
+    given |= {"lr": 1.0, "weight_decay": 2e-5, "opt": "sgd", "amp": True, "amp_dtype": "bfloat16"}
     assert repr({name: getattr(args, name) for name in given}) == repr(given)  # and their types
     assert args.given == sorted({*given, "recipe"})
-
-
-def test_the_command_line_wins_wherever_it_stands(recipe):
-    argv = recipe('[data]\ndata-path = "a"\n[optimization]\nlr = 0.5\nmomentum = 0.5\n[model]\nmodel-ema = true\n')
-    for order in ([*argv, "--lr", "0.25", "--no-model-ema"], ["--lr", "0.25", "--no-model-ema", *argv]):
+    own = ["--lr", "0.25", "--no-model-ema", "--no-amp"]  # --amp-dtype without effect is in the recipe
+    for order in ([*argv, *own], [*own, *argv]):
         args = config.parse_args(order)
-        assert (args.lr, args.momentum, args.model_ema) == (0.25, 0.5, False)
-        assert args.given == ["data_path", "lr", "model_ema", "momentum", "recipe"]
+        assert (args.lr, args.weight_decay, args.model_ema, args.amp) == (0.25, 2e-5, False, False)
+        assert args.given == sorted({*given, "recipe"})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[optimisation]\nlr = 1.0\n", "unknown table [optimisation]; did you mean optimization?"),
-        ("[optimization]\nmomentun = 0.9\n", "unknown option momentun in [optimization]; did you mean momentum?"),
-        ("[model]\nno-sync-bn = true\n", "unknown option no-sync-bn in [model]"),
-        ("tolerence = 0.1\n", "unknown fact tolerence; did you mean tolerance?"),
-        ('[optimization]\nlr = "0.1"\n', 'lr = "0.1", but lr takes a number'),
-        ("[optimization]\nopt = 1979-05-27\n", 'opt = "1979-05-27", but opt takes a string'),
-        ("[model]\nsync-bn = 1\n", "sync-bn = 1, but sync-bn takes true or false"),
-        ("[augmentation]\nmean = [0.5, 0.5]\n", "--mean has 2 values, but --in-chans is 3"),
-        ("[schedule]\nlr-scheduler = 3\n", "lr-scheduler takes a string"),
-        ("[optimization]\nlr = -1.0\n", "--lr -1.0: expected 0 or more"),
-        ("[optimization\n", "is not valid TOML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("[optimisation]\nlr = 1.0\n", "unknown table [optimisation]; did you mean optimization?"),
+    ("[optimization]\nmomentun = 0.9\n", "unknown option momentun in [optimization]; did you mean momentum?"),
+    ("[model]\nno-sync-bn = true\n", "unknown option no-sync-bn in [model]"),
+    ("tolerence = 0.1\n", "unknown fact tolerence; did you mean tolerance?"),
+    ('[optimization]\nlr = "0.1"\n', 'lr = "0.1", but lr takes a number'),
+    ("[optimization]\nopt = 1979-05-27\n", 'opt = "1979-05-27", but opt takes a string'),
+    ("[model]\nsync-bn = 1\n", "sync-bn = 1, but sync-bn takes true or false"),
+    ("[augmentation]\nmean = [0.5, 0.5]\n", "--mean has 2 values, but --in-chans is 3"),
+    ("[schedule]\nlr-scheduler = 3\n", "lr-scheduler takes a string"),
+    ("[optimization]\nlr = -1.0\n", "--lr -1.0: expected 0 or more"),
+    ("[optimization\n", "is not valid TOML"),
+])  # fmt: skip
 def test_what_a_recipe_may_not_say(recipe, text, message):
     assert message in refusal(*DATA, *recipe(text))
 
@@ -296,36 +292,33 @@ def lines_about(*argv):
     return [line.split()[0] for line in config.on_machine(parse(*HERE, *argv))[1]]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (["--ra-sampler", "--ra-reps", "2", "--model-ema-decay", "0.9", "--model-ema-steps", "8"],
-         ["--model-ema-steps", "--model-ema-decay"]),
-        (["--model-ema", "--model-ema-decay", "0.9"], []),
-        (["--lr-gamma", "0.2", "--lr-min", "0.01", "--lr-scheduler", "cosineannealinglr"], ["--lr-gamma"]),
-        (["--lr-min", "0.01", "--lr-power", "2", "--lr-warmup-decay", "0.1", "--ra-magnitude", "3"],
-         ["--ra-magnitude", "--lr-warmup-decay", "--lr-power", "--lr-min"]),
-        (["--val-crop-size", "256", "--val-resize-size", "224"], ["--val-crop-size"]),
-        (["--freeze"], ["--freeze"]),
-        (["--freeze-below", "layer2"], ["--freeze"]),
-        (["--freeze-below", "layer2", "--freeze", "--weights", "DEFAULT"], ["--freeze-below"]),
-        (["--epochs", "9", "--stop-epoch", "9"], ["--stop-epoch"]),
-        (["--epochs", "9", "--patience", "9"], ["--patience"]),
-        (["--epochs", "9", "--mixup-alpha", "1", "--mixup-off-epoch", "9"], ["--mixup-off-epoch"]),
-        (["--epochs", "9", "--mixup-alpha", "1", "--mixup-switch-prob", "1"], ["--mixup-switch-prob"]),
-        (["--epochs", "9", "--weights", "DEFAULT", "--freeze-epochs", "9"], ["--freeze-epochs"]),
-        (["--epochs", "9", "--weights", "DEFAULT", "--freeze-epochs", "8", "--patience", "8"], []),
-        (["--weights", "DEFAULT", "--freeze", "--freeze-epochs", "1", "--norm-weight-decay", "0"],
-         ["--freeze-epochs", "--norm-weight-decay"]),
-        (["--freeze", "--weights", "DEFAULT", "--layer-decay", "0.5", "--clip-agc", "1", "--stochastic-depth", "0.5"],
-         ["--stochastic-depth", "--layer-decay", "--clip-agc"]),
-        (["--opt", "adamw", "--momentum", "0.1"], ["--momentum"]),
-        (["--synthetic", "64", "--crop-scale", "0.2", "--auto-augment", "ra", "--grayscale-prob", "1",
-          "--blur-prob", "1"],
-         ["--data-path", "--crop-scale", "--auto-augment", "--grayscale-prob", "--blur-prob"]),
-        (["--test-only", "--resume", "a.pth", "--weights", "IMAGENET1K_V1"], ["--weights"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "expected"), [
+    (["--ra-sampler", "--ra-reps", "2", "--model-ema-decay", "0.9", "--model-ema-steps", "8"],
+     ["--model-ema-steps", "--model-ema-decay"]),
+    (["--model-ema", "--model-ema-decay", "0.9"], []),
+    (["--lr-gamma", "0.2", "--lr-min", "0.01", "--lr-scheduler", "cosineannealinglr"], ["--lr-gamma"]),
+    (["--lr-min", "0.01", "--lr-power", "2", "--lr-warmup-decay", "0.1", "--ra-magnitude", "3"],
+     ["--ra-magnitude", "--lr-warmup-decay", "--lr-power", "--lr-min"]),
+    (["--val-crop-size", "256", "--val-resize-size", "224"], ["--val-crop-size"]),
+    (["--freeze"], ["--freeze"]),
+    (["--freeze-below", "layer2"], ["--freeze"]),
+    (["--freeze-below", "layer2", "--freeze", "--weights", "DEFAULT"], ["--freeze-below"]),
+    (["--epochs", "9", "--stop-epoch", "9"], ["--stop-epoch"]),
+    (["--epochs", "9", "--patience", "9"], ["--patience"]),
+    (["--epochs", "9", "--mixup-alpha", "1", "--mixup-off-epoch", "9"], ["--mixup-off-epoch"]),
+    (["--epochs", "9", "--mixup-alpha", "1", "--mixup-switch-prob", "1"], ["--mixup-switch-prob"]),
+    (["--epochs", "9", "--weights", "DEFAULT", "--freeze-epochs", "9"], ["--freeze-epochs"]),
+    (["--epochs", "9", "--weights", "DEFAULT", "--freeze-epochs", "8", "--patience", "8"], []),
+    (["--weights", "DEFAULT", "--freeze", "--freeze-epochs", "1", "--norm-weight-decay", "0"],
+     ["--freeze-epochs", "--norm-weight-decay"]),
+    (["--freeze", "--weights", "DEFAULT", "--layer-decay", "0.5", "--clip-agc", "1", "--stochastic-depth", "0.5"],
+     ["--stochastic-depth", "--layer-decay", "--clip-agc"]),
+    (["--opt", "adamw", "--momentum", "0.1"], ["--momentum"]),
+    (["--synthetic", "64", "--crop-scale", "0.2", "--auto-augment", "ra", "--grayscale-prob", "1",
+      "--blur-prob", "1"],
+     ["--data-path", "--crop-scale", "--auto-augment", "--grayscale-prob", "--blur-prob"]),
+    (["--test-only", "--resume", "a.pth", "--weights", "IMAGENET1K_V1"], ["--weights"]),
+])  # fmt: skip
 def test_an_option_without_effect_or_with_an_unlikely_one_is_said(given, expected):
     assert lines_about(*given) == expected
 
@@ -334,15 +327,3 @@ def test_defaults_in_a_recipe_are_no_options_without_effect(recipe):
     written = recipe(config.write_recipe(parse("--lr-scheduler", "cosineannealinglr")))  # holds every option
     assert lines_about(*written) == []
     assert lines_about(*written, "--lr-gamma", "0.2") == ["--lr-gamma"]
-
-
-def test_an_option_that_torchvision_lacks_is_refused_without_the_one_it_needs(recipe):
-    for given, needed in [
-        (["--amp-dtype", "bfloat16"], "--amp"),
-        (["--bce-target-thresh", "0.2"], "--bce-loss"),
-        (["--allow-change", "lr"], "--resume"),
-        (["--crop-ramp-epochs", "1", "2"], "--train-crop-size-min"),
-    ]:
-        assert refusal(*DATA, *given).startswith(f"{given[0]} has no effect without {needed}")
-    # A recipe may hold it, for the option to be switched off beside it.
-    assert config.parse_args([*recipe('[precision]\namp = true\namp-dtype = "bfloat16"\n'), *DATA, "--no-amp"])
