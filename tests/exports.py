@@ -23,7 +23,6 @@ def small_model(seed: int) -> torch.nn.Module:
 
 
 def write_checkpoint(folder: Path, name: str = "checkpoint.pth", seed: int = 0, **more) -> Path:
-    """Write a checkpoint with raw weights and an average of others."""
     average = {f"module.{key}": tensor for key, tensor in small_model(seed + 1).state_dict().items()}
     content = {
         "model": small_model(seed).state_dict(),
@@ -38,7 +37,6 @@ def write_checkpoint(folder: Path, name: str = "checkpoint.pth", seed: int = 0, 
 
 
 def plain_model(checkpoint: Path, key: str = "model") -> torch.nn.Module:
-    """Return torchvision's model with the weights of a checkpoint."""
     model, weights = small_model(0), torch.load(checkpoint, weights_only=True)[key]
     weights = {name.removeprefix("module."): tensor for name, tensor in weights.items() if name != "n_averaged"}
     model.load_state_dict(weights)
@@ -46,7 +44,6 @@ def plain_model(checkpoint: Path, key: str = "model") -> torch.nn.Module:
 
 
 def plain_probabilities(model: torch.nn.Module, path: Path) -> torch.Tensor:
-    """Return the probabilities of an image's classes, by torchvision's transforms."""
     bicubic = transforms.InterpolationMode.BICUBIC
     steps = [
         transforms.Resize(40, bicubic, antialias=True), transforms.CenterCrop(32), transforms.ToTensor(),
@@ -66,7 +63,6 @@ def run_tool(tmp_path: Path, name: str, *argv, fault=None, largest_file=None, co
 
 
 def refused(outcome: Outcome, name: str, code: int = 2) -> str:
-    """Return the one line that a refused or failed command must leave."""
     assert (outcome.codes, "Traceback" in outcome.output) == ([code], False), outcome.output
     lines = [line for line in outcome.output.splitlines() if f"python -m scripts.{name}: error: " in line]
     assert len(lines) == 1, outcome.output

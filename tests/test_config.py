@@ -73,7 +73,6 @@ def test_other_spellings():
     (["--multi-label", "--bce-loss", "--synthetic", "64"], "--synthetic images have one class"),
     (["--multi-label", "--bce-loss", "--balanced-sampler"], "--balanced-sampler needs exactly one class per image"),
     (["--multi-label", "--bce-loss", "--metrics", "balanced_acc"], "balanced_acc exactly one class per image"),
-    # What torchvision lacks.
     (["--amp-dtype", "bfloat16"], "--amp-dtype has no effect without --amp"),
     (["--bce-target-thresh", "0.2"], "--bce-target-thresh has no effect without --bce-loss"),
     (["--allow-change", "lr"], "--allow-change has no effect without --resume"),

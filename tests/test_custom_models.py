@@ -46,7 +46,6 @@ frozen = lambda num_classes: tiny(num_classes).requires_grad_(False)
 
 @pytest.fixture
 def net(tmp_path):
-    """Return the file of a model, with another one beside it that it imports."""
     home = tmp_path / "mine"
     home.mkdir()
     (home / "parts.py").write_text("from torch import nn\nACTS = {'relu': nn.ReLU, 'gelu': nn.GELU}\n")

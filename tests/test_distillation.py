@@ -102,7 +102,6 @@ def test_an_auxiliary_classifier_learns_the_targets_alone():
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """Return runs, and as their teacher the checkpoint of one of them."""
     folder = tmp_path_factory.mktemp("runs")
     runs = Runs(write_images(folder / "images", {"train": [10, 10, 9], "val": [2, 2, 3]}), folder)
     # The statistics of the student's images, which timm configures otherwise for the teacher.

@@ -42,7 +42,6 @@ def run(tmp_path: Path, *argv, world_size: int = 1, workers: int = 0, fault=None
 
 
 def results(tmp_path: Path, *argv, **options) -> dict:
-    """Return the JSON of a run."""
     run(tmp_path, *argv, "--json", tmp_path / "results.json", **options).check()
     return json.loads((tmp_path / "results.json").read_text())["sets"]
 
@@ -53,7 +52,6 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def refusal(*argv) -> str:
-    """Return the line of a command that is refused."""
     with pytest.raises(UserError) as error:
         evaluate.evaluate(evaluate.get_args_parser().parse_args(list(map(str, argv))))
     [line] = str(error.value).splitlines()
@@ -67,7 +65,6 @@ def images(tmp_path_factory):
 
 
 def open_blank(num_classes: int) -> torch.nn.Module:
-    """Return the model with its first weights."""
     given = argparse.Namespace(model="timm/test_resnet", test_only=True, resume="x", synthetic=1, val_crop_size=32)
     return build_model(config.resolve(given), num_classes)
 
@@ -103,7 +100,6 @@ def logits_of(checkpoint: Path, images: Path, columns: list[int]) -> tuple[torch
 
 
 def plain_metrics(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """Compute all metrics by torch's own functions."""
     hits = logits.topk(2).indices == targets[:, None]
     found = {f"acc{k}": 100 * hits[:, :k].any(1).double().mean().item() for k in (1, 2)}
     confidence = logits.softmax(1).amax(1)
@@ -224,7 +220,6 @@ def test_minival_is_what_training_has_held_out(image_folder, tmp_path, fold):
 
 
 def image_set(name: str, words: list[str]) -> ImageSet:
-    """Return a set of classes with these names and one image each."""
     source = ArraySource(Path())
     source.classes, source.labels = words, numpy.arange(len(words))
     return ImageSet(name, source, AS_STORED)
@@ -420,7 +415,6 @@ size = lambda num_classes: Size()
 
 @pytest.fixture(scope="module")
 def early(started, tmp_path_factory):
-    """The folder of a run that stopped early."""
     folder = tmp_path_factory.mktemp("early")
     (folder / "mine.py").write_text(GROWS)
     run_early(started, folder, folder).check()

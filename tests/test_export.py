@@ -30,7 +30,6 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A run's folder with a checkpoint, and its export in each form that takes no compiler."""
     folder = tmp_path_factory.mktemp("exported")
     checkpoint = write_checkpoint(folder)
     forms = ["--format", "weights", "safetensors", "onnx", "torch-export"]
@@ -113,7 +112,6 @@ def test_average_lies_beside_the_raw_weights_and_another_checkpoint_is_refused(e
 
 
 def move_a_number():
-    """Have safetensors move one number of one weight."""
     save = safetensors.torch.save
 
     def wrong(tensors, metadata):
@@ -137,17 +135,6 @@ def made(exported, tmp_path_factory):
     images = write_images(tmp_path_factory.mktemp("images") / "images", {"train": [2, 1], "val": [2]}, size=(60, 50))
     (images / "notes.txt").write_text("no image")
     return checkpoint, out, images, sorted(map(str, images.rglob("*.jpg")))
-
-
-def check(predictions, model, files, classes=CLASSES):
-    """Compare predictions with plain torchvision's."""
-    assert [each["file"] for each in predictions] == list(map(str, files))
-    for each in predictions:
-        assert set(each) == {"file", "class", "probability", "top"}
-        shares, order = plain_probabilities(model, each["file"]).sort(descending=True)
-        assert [top["class"] for top in each["top"]] == [classes[number] for number in order]
-        assert [top["probability"] for top in each["top"]] == pytest.approx(shares.tolist(), abs=TOLERANCE)
-        assert {"class": each["class"], "probability": each["probability"]} == each["top"][0]
 
 
 def test_json_stands_alone_on_standard_output_and_tables_say_the_same(made, tmp_path):
@@ -228,7 +215,12 @@ def test_classes_are_numbers_where_nothing_names_them_and_unreadable_images_are_
     sizes = ["--val-resize-size", 40, "--val-crop-size", 32, "--interpolation", "bicubic"]
     argv = [truncated, images, empty, pipe, "--json", "--model", MODEL, *sizes]
     outcome, output = run_tool(tmp_path, "predict", tmp_path / "bare.pth", *argv, code=1)
-    check(json.loads(output)["images"], plain_model(checkpoint), files, classes="0123")
+    model, found = plain_model(checkpoint), json.loads(output)["images"]
+    for each, file in zip(found, files, strict=True):
+        shares, order = plain_probabilities(model, file).sort(descending=True)
+        assert [int(top["class"]) for top in each["top"]] == order.tolist()
+        assert [top["probability"] for top in each["top"]] == pytest.approx(shares.tolist(), abs=TOLERANCE)
+        assert each == {"file": file, **each["top"][0], "top": each["top"]}
     named = [line.split(" cannot be read: ")[0] for line in outcome.output.splitlines() if " cannot be read: " in line]
     assert [Path(name).name for name in named] == [truncated.name, empty.name, pipe.name]
 

@@ -26,7 +26,6 @@ def parse(*argv):
 
 
 def state_of(args):
-    """Return what the guard reads of a checkpoint that a run with these options wrote."""
     args = types.SimpleNamespace(**vars(args))
     args.global_batch_size = args.global_batch_size or args.batch_size
     here = guard.describe_environment(args)

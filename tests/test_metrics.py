@@ -142,7 +142,6 @@ def test_a_plain_loader_tells_no_numbers():
 
 
 def measured_rank(argv):
-    """Train as `train_rank` does, after adding two metrics to the one list."""
     original = metrics.build_metrics
     train.build_metrics = lambda args, n: [*original(args, n), ClassAccuracy(n), EvenImages()]
     train_rank(argv)
@@ -302,7 +301,6 @@ def test_labels_that_cannot_be_told_apart_are_refused(labelled, tmp_path, label,
 
 @pytest.fixture(scope="module")
 def trained(started, labelled, tmp_path_factory):
-    """The folder of a run of two epochs on several labels."""
     folder = tmp_path_factory.mktemp("trained")
     argv = [*started.argv, "--data-path", labelled, "--multi-label", "--bce-loss", "--epochs", 2]
     run_train(folder, *argv, "--output-dir", folder / "out").check()

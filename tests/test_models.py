@@ -21,16 +21,8 @@ from checkpointing.published import resolve_weights
 from checkpointing.schema import check_schema
 from checkpointing.weights import Weights
 from errors import UserError
-from models import optim
-from models.build import (
-    AUXILIARY_WEIGHTS,
-    FlipAverage,
-    build_model,
-    build_without_memory,
-    classifier_layers,
-    load_matching,
-    set_training_mode,
-)
+from models import build, optim
+from models.build import build_model, build_without_memory, classifier_layers, load_matching, set_training_mode
 from models.ema import ExponentialMovingAverage
 from models.freezing import freeze_batchnorm
 from models.losses import build_criterion
@@ -74,11 +66,11 @@ def parse(words):
 
 
 def load(name, weights, num_classes):
-    def build(number):
+    def build_one(number):
         return torchvision.models.get_model(name, num_classes=number)
 
-    model = build(num_classes)
-    load_matching(model, weights, "w.pth", build, num_classes)
+    model = build_one(num_classes)
+    load_matching(model, weights, "w.pth", build_one, num_classes)
     return model
 
 
@@ -222,7 +214,7 @@ def test_layers_before_the_named_one_are_frozen_in_the_order_of_the_model(model,
 ])  # fmt: skip
 def test_the_classifier_is_found_and_no_inner_layer_of_as_many_outputs(model, ends):
     for num_classes in (37, 768, 1024):
-        options = {"init_weights": False} if model in AUXILIARY_WEIGHTS else {}
+        options = {"init_weights": False} if model in build.AUXILIARY_WEIGHTS else {}
         with torch.device("meta"):
             built = torchvision.models.get_model(model, num_classes=num_classes, **options)
         assert classifier_layers(built, num_classes) == ends
@@ -242,7 +234,7 @@ def test_stochastic_depth_and_dropout_are_overridden():
 def test_flip_averages_an_image_and_its_mirror_image():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
     image = torch.randn(2, 3, 2, 2)
-    assert torch.equal(FlipAverage(model)(image), (model(image) + model(image[..., [1, 0]])) / 2)
+    assert torch.equal(build.FlipAverage(model)(image), (model(image) + model(image[..., [1, 0]])) / 2)
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "levit_128s", "efficientformer_l1", "test_vit"])

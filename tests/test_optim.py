@@ -27,12 +27,10 @@ EPOCHS = 14
 
 
 def options_of(**changes):
-    """Return the default options with changes."""
     return config.parse_args(["--synthetic"]).replaced(**changes)
 
 
 def schedule_options(scheduler, warmup=0, **changes):
-    """Return options that each schedule takes."""
     lr = {
         "scheduler": scheduler, "warmup_epochs": warmup, "warmup_method": "linear", "warmup_decay": 0.02,
         "step_size": 3, "gamma": 0.3, "min": 0.001, "milestones": [3, 7, 7], "cooldown_epochs": 4,
@@ -94,10 +92,9 @@ def model_of(name):
         return torchvision.models.get_model(name)
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [nn.BatchNorm3d(4), nn.SyncBatchNorm(4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)],
-)
+@pytest.mark.parametrize("norm", [
+    nn.BatchNorm3d(4), nn.SyncBatchNorm(4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True),
+])  # fmt: skip
 def test_norms_of_all_kinds_beside_frozen_and_shared_parameters(norm):
     model = nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2))
     model[0].weight.requires_grad_(False)
@@ -112,7 +109,6 @@ def test_norms_of_all_kinds_beside_frozen_and_shared_parameters(norm):
     # 16 blocks: the stem is 0 and the classifier 17
     ("resnet50", {"conv1.weight": 0, "bn1.bias": 0, "layer1.0.conv3.weight": 1, "layer2.0.conv1.weight": 4,
                   "layer4.2.bn3.weight": 16, "fc.bias": 17}),
-    # 12 blocks
     ("vit_b_16", {"class_token": 0, "encoder.pos_embedding": 0, "encoder.layers.encoder_layer_0.mlp.0.weight": 1,
                   "encoder.layers.encoder_layer_11.ln_2.bias": 12, "encoder.ln.weight": 13, "heads.head.weight": 13}),
 ])  # fmt: skip
@@ -248,7 +244,6 @@ def test_adaptive_clipping_is_timms_but_for_the_classifier():
 
 
 def classifier(opt, seed=0, channels_last=False, **changes):
-    """Return a small model and its optimizer, with two parameter groups."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
     if channels_last:
@@ -258,7 +253,6 @@ def classifier(opt, seed=0, channels_last=False, **changes):
 
 
 def train_steps(model, optimizer, steps):
-    """Train with a rate and images that depend on the step alone."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         image = torch.randn(6, 3, 8, 8, generator=generator)
@@ -455,7 +449,6 @@ class WeightedSums(nn.Module):
 
 
 def sum_over_ranks(rank, world_size, num_shards):
-    """Compare the gradients of several buckets, of sizes that no number of ranks divides, with the oracle's."""
     shards = VirtualShards(num_shards, num_shards, rank, world_size)
     model = WeightedSums((1_000_003, 5, 300_001))
     step = ShardedStep(DistributedDataParallel(model), shards, device=torch.device("cpu"), is_deterministic=True)

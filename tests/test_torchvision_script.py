@@ -54,8 +54,6 @@ def import_folder(folder):
 
 
 class Place:
-    """Where the script finds its images and leaves its files."""
-
     def __init__(self, images, out):
         self.images, self.out = Path(images), Path(out)
 
@@ -80,7 +78,6 @@ def shown(tensor):
 
 
 def error_of(function, *args, **kwargs):
-    """The name of the error that a call raises, or None."""
     try:
         function(*args, **kwargs)
     except Exception as error:
@@ -89,7 +86,6 @@ def error_of(function, *args, **kwargs):
 
 
 def captured(function, *args, **kwargs):
-    """What a call returns and prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         result = function(*args, **kwargs)
     return result, printed.getvalue()
@@ -142,7 +138,6 @@ def results_of(printed):
 
 
 def run_main(place, name, *more):
-    """What main returns, its evaluations and its epochs."""
     returned, printed = captured(train.main, own_parser().parse_args(place.argv(name, *more)))
     epochs = re.findall(r"^Epoch: \[(\d+)\] +\[ *(\d+)/(\d+)\]", printed, flags=re.M)
     return [returned, results_of(printed), sorted({epoch for epoch, *_ in epochs}), epochs[:1]]
@@ -637,7 +632,6 @@ PARTS = {
 
 
 def run_step(step, place):
-    """Run one step and report it; tell whether it succeeded."""
     original = builtins.print
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -693,7 +687,6 @@ GREY_LEVEL = 0.018
 
 
 def check_steps(results, stated):
-    """Check the results of all steps, where `stated` lists what is meant to be another."""
     assert list(results) == list(EXPECTED), "a step is missing"
     for step, recorded in EXPECTED.items():
         ours, expected = flatten({step: results[step]}), flatten({step: recorded})
@@ -709,7 +702,6 @@ def check_steps(results, stated):
 
 
 def read_steps(text):
-    """Return the results of a script's steps, by name."""
     lines = [line.removeprefix("step ").split(": ", 1) for line in text.splitlines() if line.startswith("step ")]
     return {name: json.loads(result) for name, result in lines}
 

@@ -111,7 +111,6 @@ class Small_Weights(WeightsEnum):  # noqa: N801
 
 
 def small(*, weights: Small_Weights | None = None, num_classes: int = 6):
-    """Build a model as torchvision's functions do."""
     if (weights := Small_Weights.verify(weights)) is not None:
         num_classes = _ovewrite_value_param("num_classes", num_classes, len(weights.meta["categories"]))
     model = Small(num_classes, nn.LayerNorm)
@@ -162,13 +161,11 @@ def read_printed(printed):
 
 
 def sums(state):
-    """Return the sum of a state's numbers, and their norm."""
     values = torch.cat([value.double().flatten() for value in state.values() if value.is_floating_point()])
     return [round(float(values.sum()), 4), round(float(values.norm()), 4)]
 
 
 def read_checkpoint(path):
-    """Return what a checkpoint holds."""
     if not path.exists():
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=False)
@@ -180,7 +177,6 @@ def read_checkpoint(path):
 
 
 def run_command(main, parse, refusals, words):
-    """Run a command, and return what came of it in this process."""
     SEEN.clear()
     printed, original, modes = io.StringIO(), builtins.print, []
     set_mode = torch.use_deterministic_algorithms
@@ -216,7 +212,6 @@ def run_command(main, parse, refusals, words):
 
 
 def run_row(run, name, out, work):
-    """Run the commands of a row one after the other, and return what came of each."""
     places = {"WORK": str(work), "OUT": str(out), "LOADED": f"{out}/checkpoint.pth"}
     places["PORT"] = os.environ.get("MASTER_PORT", "")
     results = []
@@ -271,7 +266,6 @@ def main(folder, work, processes):
 
 
 def run_all(folder, work, processes=(1, 2)):
-    """Run the commands with a folder's script, and return what came of each."""
     write_images(work)
     for number in processes:
         # Two processes share the rows for one, and are told nothing of each other.
@@ -324,13 +318,11 @@ def differences(ours, theirs, row):
 
 
 def read_options(folder):
-    """Return all flags of the parser of a folder's script."""
     code = "import train; print(*[f for a in train.get_args_parser(add_help=False)._actions for f in a.option_strings])"
     return subprocess.run([sys.executable, "-c", code], cwd=folder, stdout=-1, text=True, check=True).stdout.split()
 
 
 def record():
-    """Write the table anew."""
     folder = Path(os.environ["TORCHVISION_REFERENCES"])
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         there, here = run_all(folder, Path(one)), run_all(REPOSITORY, Path(other))
