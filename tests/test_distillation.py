@@ -51,14 +51,12 @@ def one_head():
 
 @pytest.mark.parametrize(("is_mixed", "smoothing"), [(False, 0.0), (True, 0.1)])
 @pytest.mark.parametrize("has_token", [False, True])
-@pytest.mark.parametrize(("is_soft", "alpha", "temperature"), [(False, 0.5, 3.0), (True, 0.1, 3.0), (True, 0.7, 1.0)])
-def test_the_loss_is_deits_and_an_evaluation_knows_no_teacher(
-    is_soft, alpha, temperature, has_token, is_mixed, smoothing
-):
+@pytest.mark.parametrize("rule", [(False, 0.5, 3.0), (True, 0.1, 3.0), (True, 0.7, 1.0)])
+def test_the_loss_is_deits_and_an_evaluation_knows_no_teacher(rule, has_token, is_mixed, smoothing):
     torch.manual_seed(0)
     student, teacher = (two_heads() if has_token else one_head()), one_head().eval()
     base = nn.CrossEntropyLoss(label_smoothing=smoothing)
-    rule = {"is_soft": is_soft, "alpha": alpha, "temperature": temperature}
+    rule = dict(zip(("is_soft", "alpha", "temperature"), rule, strict=True))
     criterion = Distillation(base, teacher, student, **rule)
     image = torch.randn(6, 3, 4, 4)
     target = torch.rand(6, NUM_CLASSES).softmax(1) if is_mixed else torch.tensor([0, 1, 2, 3, 4, 0])

@@ -109,9 +109,7 @@ def plain_metrics(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, floa
     return {**found, "nll": nll.item(), "ece": sum(gaps).item() / len(targets)}
 
 
-def test_metrics_are_those_of_torchs_own_functions_without_classes_that_a_set_lacks(
-    of_three, checkpoint, images, tmp_path
-):
+def test_metrics_are_torchs_without_classes_that_a_set_lacks(of_three, checkpoint, images, tmp_path):
     subset, path = tmp_path / "subset", tmp_path / "predictions.csv"
     shutil.copytree(images / "class1", subset / "class4")
     shutil.copytree(images / "class2", subset / "class0")

@@ -123,15 +123,13 @@ def test_what_is_harmless_or_allowed_is_printed(name, capsys):
     assert ("bit-identical results are not guaranteed" in "".join(lines)) == (name == "device")
 
 
-class Images:
+class Images(list):
     classes = ("a", "b", "c")
 
     def __init__(self, **identity):
+        super().__init__(range(9))
         self.index = self
         self.place = {"form": "tars", "path": "/data", "sizes": "s", "times": "t", "checksums": None} | identity
-
-    def __len__(self):
-        return 9
 
     def fingerprint(self):
         return "aa"

@@ -246,11 +246,12 @@ def test_other_forms_of_the_same_list_are_the_same_set(labelled, tmp_path):
     (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
     expected = open_source(labelled / "train", ",")
     labels = {f"photos/{number}.png": truth_of(number) for number in range(48)}
-    numbers = {path: [str(CLASSES.index(each)) for each in names] for path, names in labels.items()}
-    rows = {"a.jsonl": [json.dumps({"path": path, "label": names}) for path, names in labels.items()]}
-    for name, separator, table in (("b.csv", ";", labels), ("c.csv", ",", numbers)):
-        rows[name] = ["path,label", *(f'{path},"{separator.join(names)}"' for path, names in table.items())]
-    for name, lines in rows.items():
+    numbers = [[str(CLASSES.index(each)) for each in names] for names in labels.values()]
+    for name, lines in {
+        "a.jsonl": [json.dumps({"path": path, "label": names}) for path, names in labels.items()],
+        "b.csv": ["path,label", *(f'{path},"{";".join(names)}"' for path, names in labels.items())],
+        "c.csv": ["path,label", *(f'{path},"{",".join(each)}"' for path, each in zip(labels, numbers, strict=True))],
+    }.items():
         (tmp_path / name).write_text("\n".join(lines))
         found = open_source(tmp_path / name[0], ";" if name == "b.csv" else ",")
         assert found.classes == CLASSES

@@ -222,18 +222,15 @@ def test_a_dry_run_counts_the_images_that_are_there(image_folder, tmp_path):
         assert "3 steps per epoch, 6 in total; 5 images left out" in text
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--train-crop-size-min 160", "needs --crop-ramp-epochs"),
-        ("--train-crop-size-min 160 --crop-ramp-epochs 9 3", "the first before the last"),
-        ("--train-crop-size-min 300 --crop-ramp-epochs 1 3", "is above --train-crop-size"),
-        ("--stochastic-depth 0.1", "resnet50 does not support it"),
-        ("--dropout 0.1", "has no dropout layer"),
-        ("--minival 0.2 --minival-fold 5", "--minival-fold 5 of --minival 0.2: expected 0 to 4"),
-        ("--world-size 2", "no launcher has set RANK"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    ("--train-crop-size-min 160", "needs --crop-ramp-epochs"),
+    ("--train-crop-size-min 160 --crop-ramp-epochs 9 3", "the first before the last"),
+    ("--train-crop-size-min 300 --crop-ramp-epochs 1 3", "is above --train-crop-size"),
+    ("--stochastic-depth 0.1", "resnet50 does not support it"),
+    ("--dropout 0.1", "has no dropout layer"),
+    ("--minival 0.2 --minival-fold 5", "--minival-fold 5 of --minival 0.2: expected 0 to 4"),
+    ("--world-size 2", "no launcher has set RANK"),
+])  # fmt: skip
 def test_impossible_combinations_are_one_line(argv, words):
     with pytest.raises(UserError, match=rf"^[^\n]*{words}[^\n]*$"):
         preview.preview(config.parse_args(["--recipe", "resnet50-v2", "--dry-run", *argv.split()]))
@@ -333,40 +330,32 @@ def test_averages_move_as_the_source_says(name):
     assert torch.allclose(ours.module.weight, theirs.module.weight, rtol=1e-4)
 
 
-def references_loss(args, output, target, share):
-    """Return the loss that a recipe's source computes for images mixed with those in front of them in the batch."""
-    if not (args.bce_loss or "timm/" in f"{args.model}{args.opt}{args.auto_augment}"):
-        mixed = share * nn.functional.one_hot(target, 10) + (1 - share) * nn.functional.one_hot(target.roll(1), 10)
-        return nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)(output, mixed)
-    # timm mixes with the images in their opposite order.
-    parts = [
-        weight * mixup_target(hard, 10, 1.0, args.label_smoothing)
-        for weight, hard in [(share, target), (1 - share, target.roll(1))]
-    ]
-    if args.bce_loss:
-        return timm.loss.BinaryCrossEntropy(target_threshold=args.bce_target_thresh)(output, sum(parts))
-    return timm.loss.SoftTargetCrossEntropy()(output, sum(parts))
-
-
 LOSSES = one_of_each(lambda args: (args.label_smoothing, args.bce_loss, args.bce_target_thresh, needs_timm(args)))
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.05])
 def test_losses_are_the_sources(name, share):
-    args = options_by_name(name)
-    generator = torch.Generator().manual_seed(0)
-    output, target = torch.randn(6, 10, generator=generator) * 3, torch.tensor([3, 1, 4, 1, 5, 9])
+    """Of fixed logits, for images mixed with those in front of them in the batch."""
+    args, target = options_by_name(name), torch.tensor([3, 1, 4, 1, 5, 9])
+    output = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 3
     criterion = build_criterion(SimpleNamespace(**{**vars(args), "model": "resnet18"}))
-    mixed = share * nn.functional.one_hot(target, 10) + (1 - share) * nn.functional.one_hot(target.roll(1), 10)
-    expected = references_loss(args, output, target, share)
+    pairs = [(share, target), (1 - share, target.roll(1))]
+    mixed = sum(weight * nn.functional.one_hot(hard, 10) for weight, hard in pairs)
+    # timm mixes with the images in their opposite order.
+    timms = sum(weight * mixup_target(hard, 10, 1.0, args.label_smoothing) for weight, hard in pairs)
+    if args.bce_loss:
+        expected = timm.loss.BinaryCrossEntropy(target_threshold=args.bce_target_thresh)(output, timms)
+    elif needs_timm(args):
+        expected = timm.loss.SoftTargetCrossEntropy()(output, timms)
+    else:
+        expected = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)(output, mixed)
     assert float(criterion(output, mixed)) == pytest.approx(float(expected), rel=1e-5)
 
 
-MOBILENETS = [("small", 0.95, 1e-6, 9, 0.5), ("medium", 0.997, 1e-3, 15, 0.7)]
-
-
-@pytest.mark.parametrize(("size", "momentum", "eps", "magnitude", "prob"), MOBILENETS)
+@pytest.mark.parametrize(("size", "momentum", "eps", "magnitude", "prob"), [
+    ("small", 0.95, 1e-6, 9, 0.5), ("medium", 0.997, 1e-3, 15, 0.7),
+])  # fmt: skip
 def test_mobilenets_have_the_batchnorm_decay_and_operations_of_googles_files(size, momentum, eps, magnitude, prob):
     args = options_by_name(f"mobilenetv4_conv_{size}")
     model = build_without_memory(args, 1000)
