@@ -40,15 +40,16 @@ def schedule_options(scheduler, warmup=0, **changes):
 
 @pytest.mark.parametrize("scheduler", ["cosineannealinglr", "linearlr", "polylr"])
 def test_rates_per_step_pass_through_the_rates_per_epoch_and_never_jump(scheduler):
-    optimizer, rates = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5), []
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": peak} for peak in (0.5, 0.05)]
+    optimizer, rates = torch.optim.SGD(groups, lr=1.0), []
     args = schedule_options(scheduler, 2, lr_per_step=True)
     schedule = optim.LRScheduler(args, optimizer)
     for epoch, step in itertools.product(range(EPOCHS), range(50)):
         schedule.set_position(epoch, step, 50)
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert rates[::50] == [optim.lr_at(args, epoch, 0.5) for epoch in range(EPOCHS)]
-    assert rates[100] == 0.5
-    assert max(abs(a - b) for a, b in itertools.pairwise(rates)) < 0.5 / 90  # the warm-up climbs 0.49 in 100
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    assert rates[::50] == [[optim.lr_at(args, epoch, peak) for peak in (0.5, 0.05)] for epoch in range(EPOCHS)]
+    assert rates[100] == [0.5, 0.05]
+    assert max(abs(a - b) for (a, _), (b, _) in itertools.pairwise(rates)) < 0.5 / 90  # the warm-up climbs 0.49 in 100
 
 
 @pytest.mark.parametrize("name", choices.SCHEDULES)
@@ -129,7 +130,7 @@ def test_layer_decay_lowers_the_schedule_and_its_floor_from_each_layer_to_the_on
     optimizer = optim.build_optimizer(args, groups)
     schedule = optim.LRScheduler(args, optimizer)
     for epoch in random.Random(0).sample(range(10), 10):
-        schedule.set_position(epoch, 0, 10)
+        schedule.set_position(epoch, 3, 10)  # not --lr-per-step
         full = 1e-5 + (5e-4 - 1e-5) * (1 + math.cos(math.pi * epoch / 10)) / 2
         rates = sorted({group["lr"] for group in optimizer.param_groups})
         assert rates == pytest.approx([full * 0.65 ** (13 - layer) for layer in range(14)], rel=1e-12)
