@@ -50,21 +50,29 @@ def one_of_each(key, names=RECIPES):
     return list({str(key(options_by_name(name))): name for name in reversed(names)}.values())
 
 
+NEW = (
+    "--batch-size 128 --lr 0.5 --lr-scheduler cosineannealinglr --lr-warmup-epochs 5 --lr-warmup-method linear "
+    "--auto-augment ta_wide --epochs 600 --random-erase 0.1 --label-smoothing 0.1 --mixup-alpha 0.2 --cutmix-alpha 1.0 "
+)
+
 # The commands of torchvision's classification README, with the broken ones fixed.
 COMMANDS = [
+    "--model alexnet --lr 1e-2",
     "--model inception_v3 --test-only --weights Inception_V3_Weights.IMAGENET1K_V1",
+    "--model resnet50",
     "--model mobilenet_v2 --epochs 300 --lr 0.045 --wd 0.00004 --lr-step-size 1 --lr-gamma 0.98",
     "--model mobilenet_v3_large --epochs 600 --opt rmsprop --batch-size 128 --lr 0.064 --wd 0.00001 --lr-step-size 2 "
     "--lr-gamma 0.973 --auto-augment imagenet --random-erase 0.2",
-    "--model efficientnet_v2_s --batch-size 128 --lr 0.5 --lr-scheduler cosineannealinglr --lr-warmup-epochs 5 "
-    "--lr-warmup-method linear --auto-augment ta_wide --epochs 600 --random-erase 0.1 --label-smoothing 0.1 "
-    "--mixup-alpha 0.2 --cutmix-alpha 1.0 --weight-decay 0.00002 --norm-weight-decay 0.0 --train-crop-size 300 "
-    "--model-ema --val-crop-size 384 --val-resize-size 384 --ra-sampler --ra-reps 4",
+    "--model efficientnet_b0 --test-only --weights EfficientNet_B0_Weights.IMAGENET1K_V1",
+    f"--model efficientnet_v2_s {NEW} --weight-decay 0.00002 --norm-weight-decay 0.0 --train-crop-size 300 --model-ema "
+    "--val-crop-size 384 --val-resize-size 384 --ra-sampler --ra-reps 4",
     "--model regnet_x_400mf --epochs 100 --wd 0.00005 --lr-scheduler=cosineannealinglr --lr-warmup-method=linear "
     "--lr-warmup-epochs=5 --lr-warmup-decay=0.1 --batch-size 128 --lr=0.8",
     "--model vit_b_16 --epochs 300 --batch-size 512 --opt adamw --lr 0.003 --wd 0.3 --lr-scheduler cosineannealinglr "
     "--lr-warmup-method linear --lr-warmup-epochs 30 --lr-warmup-decay 0.033 --amp --label-smoothing 0.11 "
     "--mixup-alpha 0.2 --clip-grad-norm 1 --ra-sampler --cutmix-alpha 1.0 --model-ema --auto-augment ra",
+    f"--model convnext_tiny {NEW} --opt adamw --lr 1e-3 --weight-decay 0.05 --norm-weight-decay 0.0 --train-crop-size "
+    "176 --model-ema --val-resize-size 232 --ra-sampler --ra-reps 4",
     "--model swin_t --epochs 300 --batch-size 128 --opt adamw --lr 0.001 --weight-decay 0.05 --norm-weight-decay 0.0 "
     "--bias-weight-decay 0.0 --transformer-embedding-decay 0.0 --lr-scheduler cosineannealinglr --lr-min 0.00001 "
     "--lr-warmup-method linear --lr-warmup-epochs 20 --lr-warmup-decay 0.01 --amp --label-smoothing 0.1 --mixup-alpha "
