@@ -1,7 +1,9 @@
-"""loader.py: its processes; what they load is compared by runs with and without them."""
+"""loader.py: its processes and their memory; what they load is compared by runs with and without them."""
 
+import ctypes
 import gc
 import multiprocessing
+import shutil
 import signal
 import subprocess
 from importlib.metadata import version
@@ -16,12 +18,18 @@ from files import read_json
 from loading.loader import BatchLoader, check_workers
 from sampler import EvalSampler
 from tests.endings import differing_results
+from tests.ranks import run_ranks
 from tests.started import SMALL, refused, run_train
 
 
 class Numbers(Dataset):
+    """Images whose every pixel is their number."""
+
+    def __init__(self, side):
+        self.side = side
+
     def load(self, key):
-        return torch.full((3, 4, 4), key, dtype=torch.uint8), key
+        return torch.full((3, self.side, self.side), key, dtype=torch.uint8), key
 
 
 def test_more_workers_than_any_use_are_refused():
@@ -35,7 +43,7 @@ def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
     before = set(multiprocessing.active_children())
     torch.set_num_threads(2)  # so that torch starts a thread in the process before we prepare it
-    loader = BatchLoader(Numbers(), EvalSampler(58, 3), num_workers=1, batch_bytes=3 * 3 * 4 * 4)
+    loader = BatchLoader(Numbers(4), EvalSampler(58, 3), num_workers=1, batch_bytes=3 * 3 * 4 * 4)
     batches = iter(loader)
     torch.set_num_threads(1)
     next(batches)
@@ -51,6 +59,32 @@ def test_a_loader_process_ends_when_its_parent_says_so_and_not_when_another_does
     gc.collect()
     process.join(10)
     assert process.exitcode == 0
+
+
+def load_with_shared_memory_of(size, stdout):
+    """Load images of 12 MiB in a process whose /dev/shm is that small."""
+    assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", "/dev/shm"], check=True)
+    loader = BatchLoader(Numbers(2048), EvalSampler(7, 3), num_workers=2, batch_bytes=3 * 3 * 2048**2)
+    loader.start()
+    for image, label in loader:
+        assert torch.equal(image.amax((1, 2, 3)), label.to(torch.uint8))
+        stdout.write_text(stdout.read_text() + f"{label.tolist()}\n")
+
+
+HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(
+    ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/dev/shm"], capture_output=True, check=False
+).returncode == 0  # fmt: skip
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, for a /dev/shm of its own")
+def test_batches_take_no_room_in_dev_shm(tmp_path):
+    size, stdout = "1m", tmp_path / "stdout"  # less than a batch
+    stdout.touch()
+    done = run_ranks(load_with_shared_memory_of, 1, size, stdout, log_folder=tmp_path)
+    assert (done.codes, done.output) == ([0], "")
+    assert stdout.read_text() == "[0, 1, 2]\n[3, 4, 5]\n[6]\n"
 
 
 def train_once(images, folder, *argv, **how):

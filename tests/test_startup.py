@@ -189,7 +189,9 @@ def start_below(shell, folder, images, *argv):
     folder.mkdir(exist_ok=True)
     folder.chmod(0o777)
     command = ["sh", "-c", shell, "sh", *map(str, command)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(folder / "packages")}
+    how = {"env": environment, "capture_output": True, "text": True, "timeout": 120, "check": False}
+    return subprocess.run(command, cwd=folder, **how)
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +207,8 @@ def images(tmp_path_factory):  # of a class that ASCII cannot name, where every 
 @pytest.fixture(scope="module")
 def usual(images, tmp_path_factory):
     folder = tmp_path_factory.mktemp("usual")
+    (folder / "packages" / "tensorflow").mkdir(parents=True)
+    (folder / "packages" / "tensorflow" / "__init__.py").write_text("open(__file__ + '.imported', 'w')\n")
     done = start_below('exec "$@"', folder, images)
     assert done.returncode == 0, done.stderr
     return folder / "out"
@@ -238,3 +242,9 @@ def test_a_narrow_terminal(argv, code):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_tensorflow_beside_torch_is_not_imported(usual):
+    """Its import takes seven seconds and half a gigabyte, for files that no run writes."""
+    assert list(usual.glob("events.out.tfevents.*"))
+    assert not (usual.parent / "packages" / "tensorflow" / "__init__.py.imported").exists()

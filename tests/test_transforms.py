@@ -1,11 +1,13 @@
 """Pixels of the presets and what happens to a batch: torchvision's own, in every bit."""
 
+import io
 import random
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
+from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_train
 from torchvision import transforms as tv
 from torchvision.transforms import InterpolationMode, autoaugment, v2
@@ -244,3 +246,22 @@ def test_draws_are_splitmix64s():
     draws = Draws()
     assert [high << 32 | low for high, low in (draws.pair() for _ in SPLITMIX64)] == SPLITMIX64
     assert Draws().uniform() == unit(SPLITMIX64[0] >> 32)
+
+
+@pytest.mark.parametrize("mode", ["BILINEAR", "BICUBIC"])
+@pytest.mark.parametrize(("resize_size", "crop_size"), [(256, 224), (40, 32)])
+def test_images_of_nearly_the_size_they_are_resized_to_are_torchvisions(resize_size, crop_size, mode):
+    interpolation = InterpolationMode[mode]
+    oracle = tv.Compose([tv.Resize(resize_size, interpolation), tv.CenterCrop(crop_size), tv.PILToTensor()])
+    preset = presets.ClassificationPresetEval(crop_size=crop_size, resize_size=resize_size, interpolation=interpolation)
+    generator = torch.Generator().manual_seed(resize_size)
+    small = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=generator).numpy()
+    for number, short in enumerate(range(resize_size - 3, resize_size + 4)):
+        for size in [(short, short), (short, short * 4 // 3), (short + 1, short), (short * 9 // 5, short)]:
+            image = Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+            payload = encoded(image, "JPEG", quality=95, progressive=number % 2 == 1)
+            difference = (preset.load(payload).int() - oracle(Image.open(io.BytesIO(payload))).int()).abs()
+            # Both round twice, with weights of another precision: one pixel of a few 100,000 is off by two levels.
+            assert difference.max() <= 2, size
+            assert (difference > 1).sum() <= (1 if mode == "BILINEAR" else 50), size
+            assert difference.float().mean() < 0.05, size
