@@ -190,8 +190,8 @@ def start_below(shell, folder, images, *argv):
     folder.chmod(0o777)
     command = ["sh", "-c", shell, "sh", *map(str, command)]
     environment = {**os.environ, "PYTHONPATH": str(folder / "packages")}
-    how = {"env": environment, "capture_output": True, "text": True, "timeout": 120, "check": False}
-    return subprocess.run(command, cwd=folder, **how)
+    how = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
+    return subprocess.run(command, check=False, cwd=folder, **how)
 
 
 @pytest.fixture(scope="module")
