@@ -56,7 +56,7 @@ SWAPS = {
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 LEFT = ("print", "super().__init__")  # a message; and a function whose cells would be others
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-PASS_S, LIMIT_S = 40, 300  # recorded seconds of tests for a mutant: at first, and if it survives that
+LIMIT_S = 150  # of tests for a mutant, by the times of the map: the quickest run
 
 
 class Place(NamedTuple):
@@ -274,11 +274,7 @@ def run_jobs(session, jobs, root):
                     os.kill(pid, signal.SIGKILL)
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del running[pid]
-                result = finish(pid, job, folder)
-                if not result["killed_by"] and job["rest"]:
-                    jobs.append({**job, "tests": job["rest"], "rest": [], "seconds": LIMIT_S})
-                else:
-                    yield result
+                yield finish(pid, job, folder)
 
 
 def pytest_runtestloop(session):
@@ -292,7 +288,7 @@ def pytest_runtestloop(session):
         jobs = json.loads(JOBS.read_text())
         if name == "control":
             tests = sorted(killers & {item.nodeid for item in session.items})
-            jobs = [{"mutant": None, "tests": tests[k::20], "rest": [], "seconds": 900} for k in range(20)]
+            jobs = [{"mutant": None, "tests": tests[k::20], "seconds": 900} for k in range(20)]
         for result in run_jobs(session, jobs, root / name):
             killers.update(result["killed_by"])
             with open(RESULTS, "a") as file:
@@ -330,25 +326,12 @@ def jobs_of(mutants, found):
         tests = {test for line in range(first, last + 1) for test in rows.get(str(line), [])}
         killer = killers.get(text)
         tests = sorted(tests, key=lambda test: (found["tests"][test] != killer, seconds[test], test))
-        used, split = 0.0, 0
-        while split < len(tests) and used < PASS_S:
-            used += seconds[tests[split]]
-            split += 1
-        more, end = 0.0, split
-        while end < len(tests) and more < LIMIT_S:
-            more += seconds[tests[end]]
-            end += 1
-        names = [found["tests"][test] for test in tests]
-        yield {
-            "mutant": mutant, "text": text, "tests": names[:split], "rest": names[split:end], "seconds": used,
-            "left": len(tests) - end,
-        }  # fmt: skip
-
-
-def known():
-    """Return the survivors that are explained, {change: reason}."""
-    rows = [line.rsplit("  # ", 1) for line in KNOWN.read_text().splitlines() if "  # " in line]
-    return dict(rows)
+        used, number = 0.0, 0
+        while number < len(tests) and used < LIMIT_S:
+            used += seconds[tests[number]]
+            number += 1
+        names = [found["tests"][test] for test in tests[:number]]
+        yield {"mutant": mutant, "text": text, "tests": names, "seconds": used, "left": len(tests) - number}
 
 
 def report(results):
@@ -356,14 +339,13 @@ def report(results):
     unsound = {test for result in results if result["mutant"] is None for test in result["killed_by"]}
     results = [result for result in results if result["mutant"] is not None]
     lives = [result for result in results if not set(result["killed_by"]) - unsound]
-    scores = Counter(result["mutant"][0] for result in results)
-    scores_of_lives = Counter(result["mutant"][0] for result in lives)
-    for file in sorted(scores):
-        print(f"{scores[file] - scores_of_lives[file]:4} of {scores[file]:4} killed  {file}")
+    drawn, alive = (Counter(result["mutant"][0] for result in each) for each in (results, lives))
+    for file in sorted(drawn):
+        print(f"{drawn[file] - alive[file]:4} of {drawn[file]:4} killed  {file}")
     print(f"{len(results) - len(lives)} of {len(results)} killed")
     for test in sorted(unsound):
         print(f"fails without a fault too, and is not counted: {test}")
-    explained = known()
+    explained = dict(line.rsplit("  # ", 1) for line in KNOWN.read_text().splitlines() if "  # " in line)
     new = [result for result in lives if result["text"] not in explained]
     for result in new:
         reason = f"  ({result['left']} tests not run)" if result["left"] else ""
@@ -378,7 +360,6 @@ def main():
     parser.add_argument("--number", type=int, default=500, help="how many faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which faults are drawn (default: %(default)s)")
     parser.add_argument("--map", action="store_true", help="first run the suite and note which test reaches which line")
-    parser.add_argument("--list", action="store_true", help="print what would be drawn, and run nothing")
     args = parser.parse_args()
     if args.map or not reach.MAP.exists():
         reach.make_map()
@@ -388,23 +369,13 @@ def main():
     if old:
         sys.exit(f"the map knows another {', '.join(sorted(old))}: make it anew with --map")
     jobs = list(jobs_of(mutants, found))
-    if args.list:
-        for job in jobs:
-            print(f"{len(job['tests']):4} tests {job['seconds']:6.1f} s  {job['text']}")
-        return 0
     RESULTS.write_text("")
     JOBS.write_text(json.dumps([job for job in jobs if job["tests"]]))
-    words = ["-p", "tests.reach", "-p", "tests.mutants", "-p", "no:randomly", "-m", "not slow", "-q"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *words], cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    shown = 0
+    words = [sys.executable, *"-m pytest -p tests.reach -p tests.mutants -p no:randomly -q -m".split(), "not slow"]
+    process = subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
         time.sleep(10)
-        done = RESULTS.read_text().count("\n")
-        if done > shown:
-            shown = done
-            print(f"{done} of {len(jobs)}", file=sys.stderr, flush=True)
+        print(f"{RESULTS.read_text().count(chr(10))} of {len(jobs)}", file=sys.stderr, flush=True)
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     killers = json.loads(KILLERS.read_text()) if KILLERS.exists() else {}
     killers |= {each["text"]: each["killed_by"][0] for each in results if each["mutant"] and each["killed_by"]}
