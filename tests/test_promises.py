@@ -148,8 +148,8 @@ DOORS = {
         "--multi-label --bce-loss --class-weights balanced --mixup-alpha 0.2 --cutmix-alpha 1", of_several_labels,
         bad=("--label-smoothing 0.1", "--label-smoothing"),
         elsewhere={
-            "labels": "test_multi_label.py::test_batches_hold_zeros_and_ones_as_the_list_says",
-            "agree": "scripts.evaluate refuses it; test_multi_label.py::test_predictions_are_of_each_class_by_itself",
+            "labels": "test_metrics.py::test_batches_hold_zeros_and_ones_as_the_list_says",
+            "agree": "scripts.evaluate refuses it; test_metrics.py::test_predictions_are_of_each_class_by_itself",
         },
     ),
     "class weights and channels": Door(
