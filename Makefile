@@ -43,8 +43,8 @@ check: lint  ## lint, and run the tests that reach what has changed since BASE, 
 	$(BIN)/python -m tests.check $(BASE)
 
 test: $(READY)  ## run the test suite, without a GPU: five minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not cluster" --numprocesses $(WORKERS) --dist worksteal \
-		--junitxml .pytest_cache/tests.xml
+	$(BIN)/python -m pytest -m "not slow and not cluster" --numprocesses $(WORKERS) --dist loadfile \
+		--no-loadscope-reorder --junitxml .pytest_cache/tests.xml
 
 test-cluster: $(READY)  ## run the tests that need a Slurm, an MPI or the cores for themselves
 	$(BIN)/python -m pytest -m "cluster and not slow"
