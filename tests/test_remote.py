@@ -122,11 +122,12 @@ def test_what_cannot_be_had_is_one_line_that_names_the_object(server, tmp_path, 
 
 
 def test_expected_images_are_fetched_once_and_errors_come_with_the_image(server, packed, tmp_path):
-    ours = open_pack(server, tmp_path, cache_gib=0, timeout_s=0.3)
+    ours = open_pack(server, tmp_path, cache_gib=0, timeout_s=60)
     ours.expect(range(20))
     ours.expect(range(29))
     assert read_all(ours) == local_bytes(packed)
     assert sum(asked is not None for _, asked, _ in server.requests) == 29
+    ours = open_pack(server, tmp_path, cache_gib=0, timeout_s=0.3)
     server.always = "404"
     ours.expect([3, 4])
     with pytest.raises(ImageError, match="no such object"):
