@@ -147,7 +147,7 @@ class Mutant(NamedTuple):
 
     def build(self):
         """Return the module's tree, the changed one, the lines of the statement, and the change in one line."""
-        text = (REPOSITORY / self.file).read_text()
+        text = read(self.file)
         tree, changed = ast.parse(text), ast.parse(text)
         place = list(places_in(changed))[self.number]
         before = first_line(place.statement)
@@ -307,7 +307,7 @@ def files_of(patterns):
 def draw(files, number, seed):
     """Return mutants by weight: each place is as likely, but for those of which at least ten are to be there."""
     generator = random.Random(seed)
-    numbers = {file: len(list(places_in(ast.parse((REPOSITORY / file).read_text())))) for file in files}
+    numbers = {file: len(list(places_in(ast.parse(read(file))))) for file in files}
     pools = {file: generator.sample(range(count), count) for file, count in numbers.items()}
     drawn = [Mutant(file, pools[file].pop()) for file in files if file in FIRST for _ in range(min(10, numbers[file]))]
     rest = [Mutant(file, each) for file, pool in pools.items() for each in pool]
@@ -317,7 +317,7 @@ def draw(files, number, seed):
 def jobs_of(mutants, found):
     """Return the jobs of the mutants, and those that no test reaches."""
     seconds = dict(enumerate(found["seconds"]))
-    killers = json.loads(KILLERS.read_text()) if KILLERS.exists() else {}
+    killers = read_killers()
     for mutant in mutants:
         *_, (first, last), text = mutant.build()
         if text.rpartition(" -> ")[0].endswith(": " + text.rpartition(" -> ")[2]):
@@ -377,15 +377,18 @@ def main():
         time.sleep(10)
         print(f"{RESULTS.read_text().count(chr(10))} of {len(jobs)}", file=sys.stderr, flush=True)
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    killers = json.loads(KILLERS.read_text()) if KILLERS.exists() else {}
-    killers |= {each["text"]: each["killed_by"][0] for each in results if each["mutant"] and each["killed_by"]}
-    KILLERS.write_text(json.dumps(killers))
+    killers = {each["text"]: each["killed_by"][0] for each in results if each["mutant"] and each["killed_by"]}
+    KILLERS.write_text(json.dumps({**read_killers(), **killers}))
     results += [{**job, "killed_by": [], "is_planted": True} for job in jobs if not job["tests"]]
     return 1 if report(results) else 0
 
 
 def read(file):
     return (REPOSITORY / file).read_text()
+
+
+def read_killers():
+    return json.loads(KILLERS.read_text()) if KILLERS.exists() else {}
 
 
 if __name__ == "__main__":
