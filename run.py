@@ -143,8 +143,7 @@ class Run(Steps):
         facts["hashes"] = find_hashes(args, facts["data"], self.model, resumed)
         self.state = RunState(sampler.steps_per_epoch, facts, parts)
         self.state.resume(resumed, args.start_epoch if "start_epoch" in args.given else None, args.epochs)
-        self.first_saved = self.saved = self.position  # nothing to save yet
-        self.saving = self.position  # of the save in progress
+        self.first_saved = self.saved = self.saving = self.position  # nothing to save yet, and no save in progress
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
         self.monitor = Monitor(own_folder, self.state, build_loggers(args))
         self.pictures = Pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
@@ -449,7 +448,8 @@ class Run(Steps):
         self.saving_s += time.monotonic() - start_s
 
     def failure(self, what: str) -> UserError:
-        """Return the error of numbers that are not finite, with what is left to resume from."""
+        """Return the error of numbers that are not finite, with what is left to resume from. Collective."""
+        self.wait_for_save()
         is_saved = self.state.is_resumed or self.saved != self.first_saved
         kept = "the last checkpoint is kept" if is_saved else "no checkpoint was saved yet"
         return UserError(f"{what}; {kept}; try a lower --lr, a longer warm-up or --clip-grad-norm", exit_code=5)

@@ -171,7 +171,7 @@ FAULTS = {
     ),
     "a loss that is not finite on one rank": Fault(
         prepare=(spoil_a_loss, 1, 4), world_size=2, argv=[*EACH_STEP, "--print-freq", "100"], code=5, state="failed",
-        says=("the loss of step 1 is not finite", "--lr"), saved=(1,),
+        says=("the loss of step 1 is not finite; the last checkpoint is kept", "--lr"), saved=(1,),
     ),
     "a loader process that is killed": Fault(
         prepare=(at_step, kill_a_loader, 2), argv=["--workers", "2"], code=1, state="failed", says=("--workers",)

@@ -161,6 +161,15 @@ def test_sizes_are_compared_within_a_form_and_times_within_a_path(there, here, o
     assert ("data of val: /data " in capsys.readouterr().out) == (outcome == "printed")
 
 
+@pytest.mark.parametrize(("theirs", "fraction", "fold", "expected"), [
+    ({"minival": 0.2, "minival_fold": 1}, 0.2, 1, True), ({"minival": 0.2, "minival_fold": 1}, 0.2, 0, False),
+    ({"minival": 0.2}, 0.1, 0, True), ({"minival": 0.2}, 0.3, 0, False), ({"minival": 0.2}, 0.1, 1, False),
+    ({"minival": 0.2, "minival_fold": "0"}, 0.2, 0, False), ({"minival": None}, 0.2, 0, False), ({}, 0.2, 0, False),
+])  # fmt: skip
+def test_a_run_has_held_out_what_is_held_out_here_or_more(theirs, fraction, fold, expected):
+    assert guard.holds_out(theirs, fraction, fold) is expected
+
+
 # The modules that make the pixels of each format, and what they say of themselves.
 LIBRARIES = {kind: [("PIL", "__version__")] for kind in ("PNG", "BMP", "PPM")} | {
     "JPEG": [("PIL._imaging", "libjpeg_turbo_version"), ("torchcodec", "__version__")],

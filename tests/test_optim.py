@@ -60,6 +60,12 @@ def test_a_schedule_that_depends_on_the_epochs_says_so(name):
     assert choices.SCHEDULES[name].uses_epochs is not is_same
 
 
+def test_a_schedule_of_ones_own_may_depend_on_the_epochs(tmp_path):
+    (tmp_path / "mine.py").write_text("def constant(epoch, epochs):\n    return 1.0\n")
+    args = config.parse_args(["--synthetic", "--lr-scheduler", f"{tmp_path}/mine.py:constant"])
+    assert optim.find_schedule(args)[1].uses_epochs
+
+
 @pytest.mark.parametrize(("changes", "option"), [
     ({"lr_scheduler": "multisteplr"}, "--lr-milestones"), ({"lr_scheduler": "wsd"}, "--lr-cooldown-epochs"),
     ({"lr_scheduler": "wsd", "lr_cooldown_epochs": 91}, "--epochs 90"),

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import random
+import types
 import zipfile
 
 import huggingface_hub
@@ -25,6 +26,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 import utils
 from checkpointing.archive import read_checkpoint
 from checkpointing.guard import find_disorder
+from checkpointing.published import start_weights
 from checkpointing.weights import fetch_from_hub, load_weights
 from errors import UserError
 from models.build import build_model
@@ -112,7 +114,10 @@ def test_a_part_in_data_parallel_has_its_own_names(tmp_path):
     model.features = Wrapped(model.features)
     state = dict.fromkeys(model.state_dict(), torch.zeros(1))  # names are enough
     torch.save({"arch": "alexnet", "state_dict": state}, tmp_path / "w.pth")
-    assert list(load_weights(tmp_path / "w.pth")) == names
+    weights = load_weights(tmp_path / "w.pth")
+    assert list(weights) == names
+    assert "alexnet" in weights.kind
+    assert "timm" not in weights.kind
 
 
 class Thing:
@@ -277,6 +282,16 @@ def test_a_name_of_the_hub_means_a_file_there(tmp_path, monkeypatch):
     assert load_weights(fetch_from_hub("hf-hub:someone/something/best.pth"), is_average=True)["weight"] == 2
     with pytest.raises(UserError, match=r"hf-hub:someone/nothing: cannot fetch model\.safetensors: "):
         fetch_from_hub("hf-hub:someone/nothing")
+
+
+def test_a_start_from_weights_says_what_was_another_in_their_training(tmp_path, capsys):
+    theirs = {"model": "mnasnet0_5", "mean": [0.25, 0.5, 0.75], "std": [0.229, 0.224, 0.225]}
+    torch.save({"model": small_model().state_dict(), "args": theirs}, tmp_path / "w.pth")
+    argv = ["--synthetic", "--model", "mnasnet0_5", "--weights", str(tmp_path / "w.pth")]
+    for more, said in ([], ["--mean: 0.25 0.5 0.75; give it to keep it"]), (["--mean", "0.1", "0.2", "0.3"], []):
+        start_weights(config.parse_args([*argv, *more]), types.SimpleNamespace(classes=["a", "b", "c"]))
+        lines = capsys.readouterr().out.splitlines()[1:]
+        assert [line.rpartition("trained with another ")[2] for line in lines] == said
 
 
 @pytest.mark.parametrize(("name", "size", "kwargs"), [
