@@ -7,6 +7,9 @@ READY := $(VENV)/.ready
 WORKERS ?= 4
 DIGITS := $(BIN)/torchrun --standalone --nproc_per_node=2 train.py --recipe digits
 
+# Python starts a hundred times, and compiles everything each time where an environment forbids it to keep bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo format lint check test test-cluster test-dist test-slow durations map mutants chaos fuzz gpu-report test-gpu clean
 
@@ -43,8 +46,8 @@ check: lint  ## lint, and run the tests that reach what has changed since BASE, 
 	$(BIN)/python -m tests.check $(BASE)
 
 test: $(READY)  ## run the test suite, without a GPU: five minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not cluster" --numprocesses $(WORKERS) --dist loadfile \
-		--no-loadscope-reorder --junitxml .pytest_cache/tests.xml
+	$(BIN)/python -m pytest -m "not slow and not cluster" --numprocesses $(WORKERS) --dist worksteal \
+		--junitxml .pytest_cache/tests.xml
 
 test-cluster: $(READY)  ## run the tests that need a Slurm, an MPI or the cores for themselves
 	$(BIN)/python -m pytest -m "cluster and not slow"

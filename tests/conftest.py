@@ -25,13 +25,6 @@ def pytest_unconfigure():
     gc.unfreeze()  # or Triton's binding prints a list of the objects that nobody has freed
 
 
-def pytest_collection_modifyitems(items):
-    """Begin with the files that take longest, so that no process waits for another at the end."""
-    rows = map(str.split, (REPOSITORY / "tests" / "durations.txt").read_text().splitlines())
-    seconds = {name: float(value) for value, name in rows}
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
-
-
 def pytest_collection():
     """Look for no garbage in all that is imported, which stays: that would take a quarter of the time."""
     gc.disable()

@@ -7,10 +7,6 @@ import pytest
 from tests.ranks import REPOSITORY
 
 yaml = pytest.importorskip("yaml")
-kubernetes_validate = pytest.importorskip("kubernetes_validate")
-trainer = pytest.importorskip("kubeflow_trainer_api.models")
-api_client = pytest.importorskip("kubeflow.training.api_client")
-utils = pytest.importorskip("kubeflow.training.utils.utils")
 
 SCRIPTS = REPOSITORY / "scripts"
 OBJECTS = {
@@ -26,9 +22,11 @@ WORKER = OBJECTS["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]
 def read_back(given):
     """Return an object as Kubeflow's own types hold it: without fields that they do not know."""
     if given["kind"] == "PyTorchJob":
-        client = api_client.ApiClient()
+        client = pytest.importorskip("kubeflow.training.api_client").ApiClient()
+        utils = pytest.importorskip("kubeflow.training.utils.utils")
         held = client.deserialize(utils.FakeResponse(given), "KubeflowOrgV1PyTorchJob")
         return client.sanitize_for_serialization(held)
+    trainer = pytest.importorskip("kubeflow_trainer_api.models")
     return getattr(trainer, f"TrainerV1alpha1{given['kind']}").from_dict(given).to_dict()
 
 
@@ -44,6 +42,7 @@ def test_kubeflow_knows_every_field(kind):
     {"apiVersion": "v1", "kind": "PodTemplate", "template": WORKER["template"]},
 ], ids=["Job", "PodTemplate"])  # fmt: skip
 def test_kubernetes_knows_every_field_of_a_pod_and_its_job(given):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
     kubernetes_validate.validate(given, "1.31", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(given | {"fsGruop": 1000}, "1.31", strict=True)
