@@ -6,6 +6,7 @@ import types
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 import train  # noqa: F401
 from checkpointing import guard
@@ -168,6 +169,14 @@ def test_sizes_are_compared_within_a_form_and_times_within_a_path(there, here, o
 ])  # fmt: skip
 def test_a_run_has_held_out_what_is_held_out_here_or_more(theirs, fraction, fold, expected):
     assert guard.holds_out(theirs, fraction, fold) is expected
+
+
+def test_own_code_may_lie_elsewhere_on_another_machine():
+    def hash_of(schedule):
+        args = parse("--lr-scheduler", schedule, "--epochs", 3).replaced(code="lr_scheduler 0123")
+        return guard.find_hashes(args, {"classes": ["a"], "val": {}}, torch.nn.Linear(1, 1))["options"]
+
+    assert hash_of("/one/mine.py:f") == hash_of("/other/mine.py:f") != hash_of("/one/mine.py:g")
 
 
 # The modules that make the pixels of each format, and what they say of themselves.

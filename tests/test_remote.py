@@ -22,13 +22,14 @@ import pytest
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 import data
+from distributed import signals
 from errors import ImageError, UserError
 from loading import fill, remote
 from loading.forms import open_source
 from settings import config
 from tests.exports import run_tool
 from tests.images import run_pack
-from tests.ranks import REPOSITORY, module_rank, start_ranks, train_rank, wait_for
+from tests.ranks import REPOSITORY, module_rank, run_ranks, start_ranks, train_rank, wait_for
 from tests.servers import FAULTS, RangeServer, find_weed, nginx, seaweed
 from tests.started import SMALL, run_train
 from tests.test_resume import check_same_weights
@@ -97,6 +98,17 @@ def test_a_hundred_faults_change_no_byte(server, packed, tmp_path):
             break
     assert len(faults) >= 100
     assert {*faults} >= {*FAULTS}
+
+
+def read_in_a_run(url, cache):
+    signals.start_signal_handling(is_training=True)
+    assert len(remote.RemotePack(url, "train", cache, timeout_s=20.0).read(0)) > 100
+
+
+def test_a_run_that_nobody_stops_asks_again(server, tmp_path):
+    server.faults = ["503", "503"]
+    run_ranks(read_in_a_run, 1, server.url, str(tmp_path / "cache"), log_folder=tmp_path).check()
+    assert not server.faults
 
 
 LATER = "(tried for 0.3 s); --resume auto continues"
