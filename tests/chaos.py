@@ -1,7 +1,7 @@
 """Break runs on purpose and count what is lost: `make chaos`, or `python -m tests.chaos kills=100 power_loss=40`.
 
-Random faults strike whole runs, and those of tests/faults.py; points of a very small run are tried (tests/crash.py,
-tests/power_loss.py). A resumed run's folder has to end like that of an uninterrupted one (tests/endings.py).
+Random faults strike whole runs, and those of tests/faults.py; points of a very small run are tried (tests/crash.py).
+A resumed run's folder has to end like that of an uninterrupted one (tests/endings.py).
 """
 
 import argparse
@@ -22,8 +22,8 @@ import torch
 from checkpointing.archive import load_checkpoint
 from checkpointing.schema import check_schema
 from errors import UserError
-from tests import faults, power_loss
-from tests.crash import SCENARIOS, Trial
+from tests import faults
+from tests.crash import SCENARIOS, Trial, lose_power, possible_states
 from tests.endings import Ending, flatten, load_whole, unequal
 from tests.images import write_images
 from tests.ranks import run_ranks
@@ -197,7 +197,7 @@ def run_scenario(index: int, most: dict[str, int], folder: Path) -> tuple[Counte
     kinds = {
         "crash_points": (Trial.kill_points, Trial.kill),
         "failing_calls": (Trial.failures, Trial.fail),
-        "power_loss": (power_loss.possible_states, power_loss.lose_power),
+        "power_loss": (possible_states, lose_power),
     }
     for kind, number in most.items():
         find, strike = kinds[kind]

@@ -20,12 +20,12 @@ from distributed.decision import StepDecisions, WatchedLoader
 from distributed.signals import Signals
 from errors import StorageError
 from scripts import pack, prepare
+from tests import crash
 from tests.archives import jpeg, tar_of
 from tests.chaos import CAMPAIGNS, POINTS, Chaos, run_scenario
 from tests.crash import CHANGING, SCENARIOS, Call, Trial, Trouble, Watch, read_log
 from tests.faults import FAULTS, OPTIONS, STEP, TERM, FaultyRuns
 from tests.images import write_images
-from tests.power_loss import Disk, lose_power, possible_states, write_image
 from tests.ranks import REPOSITORY, run_check, run_ranks, some_slow, start_torchrun, torchrun_environment, wait_for
 from tests.started import PLAIN
 
@@ -97,13 +97,13 @@ def test_no_point_of_a_run_loses_anything(name, tmp_path):
 
 def test_no_power_failure_after_a_save_leaves_none_and_a_disk_that_syncs_nothing_is_found(tmp_path):
     trial = Trial(SCENARIOS[0], tmp_path / "trial")
-    for state in possible_states(trial):
+    for state in crash.possible_states(trial):
         saves = [content[0] for path, content in state.image.items() if path.endswith(".pth")]
         assert not state.saved or any(zipfile.is_zipfile(io.BytesIO(save)) for save in saves)
     log = [entry for entry in trial.recorded.log if not (isinstance(entry, Call) and entry.name == "fsync")]
     log = log[: 1 + next(number for number, entry in enumerate(log) if entry[0] == "saved")]
-    bare = [state for state in possible_states(trial, log) if state.saved and not state.image]
-    trial.attempt("power_loss", lose_power, bare[0])
+    bare = [state for state in crash.possible_states(trial, log) if state.saved and not state.image]
+    trial.attempt("power_loss", crash.lose_power, bare[0])
     assert trial.counts["lost"] == 1, trial.problems
 
 
@@ -174,12 +174,12 @@ def test_a_power_cut_at_any_moment_changes_nothing(work, tmp_path, monkeypatch):
     run_ranks(record, 1, disk, tmp_path / "log", work, source, log_folder=tmp_path).check()
     monkeypatch.chdir(disk)
     monkeypatch.setattr(sys, "argv", sys.argv)  # which work changes
-    expected, now, rng, num_odd = work(source), Disk(tmp_path / "before"), random.Random(0), 0
+    expected, now, rng, num_odd = work(source), crash.Disk(tmp_path / "before"), random.Random(0), 0
     for call in [*read_log(tmp_path / "log"), None]:
         images = list(now.images())
         zeros = [image for image in images if any(file and file[0] and not any(file[0]) for file in image.values())]
         image = rng.choice(rng.choice([zeros, images]) or images)  # files of the right length as often as all others
-        write_image(image, disk)
+        crash.write_image(image, disk)
         os.chdir(disk)
         assert work(source) == expected, call
         num_odd += image != images[0]

@@ -63,14 +63,13 @@ def run_watched(runs, folder, *argv, sabotage=None):
 CASES = {
     "sgd": "--clip-grad-norm 1 --channels-last --eval-flip",
     "adamw": "--opt adamw --opt-eps 1e-6 --norm-weight-decay 0.01 --random-erase-fill pixel --mixup-mode elem",
-    "no decay of 1-d": "--opt adamw --no-decay-1d --train-crop-size-min 32 --train-crop-size 64 --crop-ramp-epochs 0 1",
-    "rmsprop": "--opt rmsprop --bce-loss --clip-grad-value 0.01 --lr-scheduler polylr --lr-power 2",
+    "rmsprop": "--opt rmsprop --bce-loss --clip-grad-value 0.01 --lr-scheduler polylr --lr-power 2 --no-decay-1d "
+    "--train-crop-size-min 32 --train-crop-size 64 --crop-ramp-epochs 0 1",
     "lamb": "--opt timm/lamb --clip-agc 0.05 --model-kwargs zero_init_last=False --stochastic-depth 0.2",
-    "muon": "--amp --amp-dtype float32 --opt timm/muon --workers 2 --mixup-alpha 0",
-    "partly frozen": "--freeze-below layer2 --no-model-ema",
+    "muon": "--amp --amp-dtype float32 --opt timm/muon --workers 2 --mixup-alpha 0 --freeze-below layer2",
     "frozen at first": "--freeze-epochs 1 --teacher {}/undisturbed/best.pth --distillation soft",
     "hard targets": "--global-batch-size 2 --mixup-alpha 0 --cutmix-alpha 0 --label-smoothing 0 --lr-scheduler steplr "
-    "--no-lr-per-step --freeze",
+    "--no-lr-per-step --freeze --no-model-ema",
 }
 # Nearly the loss of another run on the CPU: bfloat16 has 8 bits of fraction, float16 11. The CPU has other kernels for
 # attention without a gradient, too.
