@@ -44,7 +44,6 @@ from tests.ranks import run_ranks, train_rank
 
 # Which calls change something on the disk, or make a change durable; a kill between two of them is a kill at the first.
 CHANGING = {"open", "write", "truncate", "fsync", "sync", "rename", "link", "unlink", "mkdir"}
-NEEDS_SPACE = {"open", "write", "link", "mkdir", "rename"}
 EVENTS = {
     "os.rename": "rename", "os.link": "link", "os.remove": "unlink", "os.mkdir": "mkdir", "os.truncate": "truncate",
     "os.listdir": "list", "os.scandir": "list", "fcntl.lockf": "lock",
@@ -74,14 +73,12 @@ class Trouble(NamedTuple):
         is_struck = call.number == self.number + self.is_half
         if is_struck and not self.code:
             os.kill(os.getpid(), signal.SIGKILL)
-        if is_struck or (self.lasts and call.number > self.number and self._concerns(call)):
+        is_alike = self.code in (errno.EIO, errno.ESTALE) or call.name == self.name
+        if self.code == errno.ENOSPC:
+            is_alike = call.name in {"open", "write", "link", "mkdir", "rename"}
+        if is_struck or (self.lasts and call.number > self.number and is_alike):
             raise OSError(self.code, os.strerror(self.code), call.paths[0])
         return False
-
-    def _concerns(self, call: Call) -> bool:
-        if self.code == errno.ENOSPC:
-            return call.name in NEEDS_SPACE
-        return self.code in (errno.EIO, errno.ESTALE) or call.name == self.name
 
 
 class Watch:
@@ -251,14 +248,11 @@ class Handshake:
         return self.items.get()
 
 
-def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | None, is_late: bool, spoil: tuple) -> None:
+def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | None, is_late: bool) -> None:
     """Prepare the process of a run: watch its calls, note what it saves and resumes, and plan its results.
 
-    `spoil`, functions, break the code under test. A kill ends it once the position `stop_at` (step, is_evaluated) is
-    saved.
+    A kill ends it once the position `stop_at` (step, is_evaluated) is saved.
     """
-    for each in spoil:
-        each()
     os.chdir(folder / "disk")
     files.RETRY_S = 0.01  # no disk here needs a second
     store.ThreadPoolExecutor, loggers.SimpleQueue = partial(Writer, is_late), Handshake
@@ -370,8 +364,8 @@ class LostError(AssertionError):
 class Trial:
     """One scenario in a new folder, its undisturbed ending, and what was found."""
 
-    def __init__(self, scenario: Scenario, folder: Path, spoil: tuple = ()) -> None:
-        self.scenario, self.folder, self.spoil = scenario, folder, spoil
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        self.scenario, self.folder = scenario, folder
         self.disk, self.out, self.template = folder / "disk", folder / "disk" / "runs" / "a", folder / "template"
         self.disk.mkdir(parents=True)
         for prepare in scenario.prepare:
@@ -382,11 +376,9 @@ class Trial:
         self.expected = {same: Ending(self.out, has_same_saves=same) for same in (True, False)}
         self.counts, self.problems = Counter(), []
 
-    def start(
-        self, command: list[str], trouble: Trouble = NO_TROUBLE, counted: set = CHANGING, stop_at: tuple | None = None
-    ) -> Start:
+    def start(self, command: list[str], trouble=NO_TROUBLE, counted=CHANGING, stop_at: tuple | None = None) -> Start:
         (self.folder / "log").unlink(missing_ok=True)
-        watched = watch_run, self.folder, trouble, counted, stop_at, self.scenario.is_late, self.spoil
+        watched = watch_run, self.folder, trouble, counted, stop_at, self.scenario.is_late
         argv = [*OPTIONS, *command]
         outcome = run_ranks(train_rank, 1, argv, (), watched, log_folder=self.folder)
         return Start(outcome.codes[0], outcome.output, read_log(self.folder / "log"))
@@ -429,6 +421,7 @@ class Trial:
     def fail(self, point: Trouble) -> None:
         """Have a call fail: the run continues, or ends in one line. Give the command again and compare."""
         failed = self.start_from_template(point, COUNTED_WHEN_FAILING)
+        assert point.number + point.is_half not in [call.number for call in failed.calls()]  # it was not made
         lines = re.findall(r"^train\.py: error", failed.output, flags=re.MULTILINE)
         assert "Traceback" not in failed.output, failed.output
         assert (failed.code, len(lines)) in ((0, 0), (1, 1), (2, 1)), f"exit code {failed.code}: {failed.output}"
@@ -454,9 +447,6 @@ class Trial:
         is_beyond = int(path.name[11:19]) > self.recorded.notes("resumed")[0][0]
         return is_beyond and not (before.exists() and before.read_bytes() == path.read_bytes())
 
-
-# Of so many names that are not durable, all subsets are tried; of more, each omission and each swap of neighbours.
-ALL_SUBSETS_OF = 6
 
 FOLDER = -1
 
@@ -574,8 +564,8 @@ def is_reachable(path: str, names: dict[str, int]) -> bool:
 
 
 def selections(pending: list[NameChange]) -> Iterator[list[NameChange]]:
-    """Yield which of the changes have reached the disk, and in which order."""
-    if len(pending) <= ALL_SUBSETS_OF:
+    """Yield which changes have reached the disk, in which order: all subsets of a few; else each omission and swap."""
+    if len(pending) <= 6:
         for number in range(len(pending) + 1):
             yield from map(list, itertools.combinations(pending, number))
         return

@@ -34,15 +34,15 @@ TERM, USR1, INT, HUP, KILL, STOP = (
 )  # fmt: skip
 
 
-def at_step(act: Callable[[], Any], number: int | None = None) -> None:
-    step, numbers = torch.optim.SGD.step, itertools.count(1)
+def at_step(act: Callable[[], Any], number: int | None = None, name: str = "step") -> None:
+    original, numbers = getattr(torch.optim.SGD, name), itertools.count(1)
 
     def wrapped(*args, **options):
         if next(numbers) == number or number is None:
             act()
-        return step(*args, **options)
+        return original(*args, **options)
 
-    torch.optim.SGD.step = wrapped
+    setattr(torch.optim.SGD, name, wrapped)
 
 
 def fail() -> None:

@@ -5,12 +5,12 @@ knows of them.
 """
 
 import importlib
-import io
 import itertools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import pkgutil
 import resource
 import runpy
 import signal
@@ -110,13 +110,7 @@ def start_ranks(target, environments: list[dict], arguments: tuple, log_folder: 
 
 
 def run_ranks(
-    target,
-    world_size: int,
-    *arguments,
-    timeout_s: float = 120,
-    log_folder: Path,
-    launcher=torchrun_environment,
-    strikes: list[tuple] = (),
+    target, world_size: int, *arguments, timeout_s=120.0, log_folder: Path, launcher=torchrun_environment, strikes=()
 ) -> Outcome:
     """Run `target(*arguments)`, a function of an importable module, on `world_size` processes joined by environment.
 
@@ -174,13 +168,7 @@ def run_check(world_size: int, check, log_folder: Path, *arguments) -> Outcome:
     return run_ranks(in_group, world_size, check, *arguments, timeout_s=60, log_folder=log_folder).check()
 
 
-def module_rank(
-    name: str | Path,
-    argv: list,
-    prepare: tuple = (),
-    stdin: str | Path | None = None,
-    stdout: str | Path | None = None,
-) -> None:
+def module_rank(name: str | Path, argv: list, prepare: tuple = (), stdin=None, stdout=None) -> None:
     """Run a module as `python -m` does, or a script by its path, after a call in its process: (function, arguments...).
 
     What a Python does while it starts and imports is not seen: all is imported. Without a file, the output is the log.
@@ -190,7 +178,9 @@ def module_rank(
             os.dup2(os.open(path, flags), number)
     if prepare:
         prepare[0](*prepare[1:])
-    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), _open_output(1), _open_output(2)  # noqa: SIM115
+    # As a Python opens them when it starts.
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
     sys.argv = [str(name), *map(str, argv)]
     if isinstance(name, Path):
         runpy.run_path(str(name), run_name="__main__")
@@ -208,21 +198,7 @@ def start_torchrun(nproc: int, *argv, log: Path, stdout: Path | None = None) -> 
     return agent
 
 
-def _open_output(number: int) -> io.TextIOWrapper:
-    """Open a standard file as Python does when it starts."""
-    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    file = open(number, "wb", buffering=0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115
-    encoding, errors = os.environ.get("PYTHONIOENCODING", "utf-8"), "backslashreplace" if number == 2 else "strict"
-    return io.TextIOWrapper(file, encoding, errors, line_buffering=number == 2, write_through=is_unbuffered)
-
-
-def tool_rank(
-    name: str,
-    argv: list,
-    stdout: str | Path | None = None,
-    fault: tuple | None = None,
-    largest_file: int | None = None,
-) -> None:
+def tool_rank(name: str, argv: list, stdout=None, fault: tuple | None = None, largest_file: int | None = None) -> None:
     """Run a tool's command line, perhaps with its standard output in a file, a fault, or a bound on files' sizes."""
     tool = importlib.import_module(f"scripts.{name}")
     if stdout is not None:
@@ -258,14 +234,9 @@ def train_rank(argv: list[str], faults: list[tuple] = (), prepare: tuple = ()) -
 
 def strike_at(name: str, call: int, when: str, number: int = signal.SIGKILL) -> None:
     """Send this process a signal before or after the n-th call of a function."""
-    owner_name, attribute = name.rsplit(".", 1)
-    try:
-        owner = importlib.import_module(owner_name)
-    except ModuleNotFoundError:
-        module_name, class_name = owner_name.rsplit(".", 1)
-        owner = getattr(importlib.import_module(module_name), class_name)
+    owner_name, _, attribute = name.rpartition(".")
+    owner, calls = pkgutil.resolve_name(owner_name), 0
     original = getattr(owner, attribute)
-    calls = 0
 
     def counted(*args, **kwargs):
         nonlocal calls

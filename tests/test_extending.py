@@ -24,7 +24,7 @@ from torchvision import transforms
 
 import train
 from checkpointing.archive import load_checkpoint
-from errors import UserError
+from errors import PreemptedError, UserError
 from settings import config
 from settings.choices import TABLES
 from settings.options import BY_NAME
@@ -249,28 +249,23 @@ UNUSABLE = [
     ("--criterion {}:it", "it = lambda: lambda output, target: (output > 0).float().mean()", "with a gradient"),
     ("--criterion {}:Moving", "", "a loss's parameters and buffers are not trained or saved"),
     ("--criterion {}:it", "it = lambda: Moving(is_trained=True)", "parameters and buffers are not trained or saved"),
-    ("--auto-augment {}:it", "it = lambda: lambda image: image.resize((3, 3))",
-     "--auto-augment returned ((3, 3), 'RGB'), expected a PIL image of (32, 32)"),
+    ("--auto-augment {}:it", "it = lambda: lambda image: image.resize((3, 3))", "returned ((3, 3), 'RGB'), expected a"),
     ("--auto-augment {}:it", "it = lambda: None", "'NoneType' object is not callable"),
-    ("--auto-augment {}:it", "it = lambda: lambda image: image.rotate(numbers.integers(4) * 90)",
-     "different pixels with the same seed"),
+    ("--auto-augment {}:it", "it = lambda: lambda image: image.rotate(numbers.integers(4) * 90)", "different pixels"),
     ("--lr-scheduler {}:it", "it = lambda epoch, epochs: -1.0", "its factor in epoch 0 is -1.0; expected 0 or more"),
     ("--lr-scheduler {}:it", "it = lambda epoch, epochs: None", "unsupported operand"),
-    ("--lr-scheduler {}:it --lr-per-step", "it = lambda epoch, epochs: 1.0 if epoch == int(epoch) else -1.0",
-     "its factor in epoch 0.0625 is -1.0; expected 0 or more"),
+    ("--lr-scheduler {}:it --lr-per-step", "it = lambda epoch, epochs: -(epoch % 1)", "in epoch 0.0625 is -0.0625;"),
     ("--lr-scheduler {}:it", "it = lambda epoch, epochs: random.random()", "a second call returns different factors"),
     ("--metrics {}:it", "it = lambda num_classes: None", "returned None; expected a metrics.Metric"),
     ("--metrics {}:it", "it = lambda _: Count(name='acc1')", "its curve acc1 has a name that is taken"),
     ("--metrics {}:ones {}:twos", "", "its curve x has a name that is taken"),
     ("--metrics {}:it", "it = lambda _: Count(sums=2)", "batch_sums returns 2 sums, and its num_sums is 1; give"),
-    ("--metrics {}:it", "it = lambda _: Count(batch_sums=lambda output, target, _: [output.mean()])",
-     "batch_sums of a batch twice over are not twice its own"),
+    ("--metrics {}:it", "it = lambda _: Count(batch_sums=lambda output, *_: [output.mean()])", "twice over are not"),
     ("--metrics {}:it", "it = lambda _: Count(batch_sums=lambda *_: [1.0])", "returns no list of tensors; leave .item"),
     ("--metrics {}:it --mixup-alpha 0.2", "it = lambda _: Count(batch_sums=lambda o, t, _: [(o.argmax(1) == t).sum()])",
      "targets of shape (2, 3): The size of tensor a (2) must match"),
     ("--metrics {}:it", "it = lambda _: Count(gather=lambda *names: {names[0]: 1.0})", "tuple index out of range"),
-    ("--metrics {}:it", "it = lambda _: Count(compute=lambda *_: {'x': [1.0, numpy.float32(1)]})",
-     "compute returns a float32 as x; expected a float"),
+    ("--metrics {}:it", "it = lambda _: Count(compute=lambda *_: {'x': [1.0, numpy.float32(1)]})", "a float32 as x"),
     ("--data-path {}:it", "it = lambda split: None", "it returned None for val; expected a Source"),
     ("--data-path {}:it", "it = lambda split: Few(split, -1)", "a label is -1; expected a whole number from 0 to 2"),
     ("--data-path {}:it", "it = lambda split: Few(split, 1)", "a label is 3; expected a whole number from 0 to 2"),
@@ -280,10 +275,8 @@ UNUSABLE = [
     ("--data-path {}:it", "it = lambda _: type('Bare', (Few,), {'__init__': lambda _: None, 'first': 0})()",
      "'Bare' object has no attribute 'root'"),
     ("--data-path {}:it", "it = lambda split: Few(split, classes=['a', 'a', 'b'])", "expected a list of unique names"),
-    ("--data-path {}:it", "it = lambda split: Few(split, label_sets=numpy.ones((3, 3), dtype=bool))",
-     "several labels (label_sets); give --multi-label"),
-    ("--data-path {}:it --multi-label --bce-loss", "it = lambda split: Few(split)",
-     "a pack of it, or label_sets; val has one label per image"),
+    ("--data-path {}:it", "it = lambda split: Few(split, label_sets=numpy.ones((3, 3), dtype=bool))", "(label_sets)"),
+    ("--data-path {}:it --multi-label --bce-loss", "it = lambda split: Few(split)", "val has one label per image"),
 ]  # fmt: skip
 
 
@@ -487,19 +480,15 @@ def argv_of(folder, out, options):
 
 
 def run_in_a_row(folder, out, runs, is_one_command=False):
-    import train
-    from errors import UserError
-    from settings.config import parse_args
-
     sys.dont_write_bytecode = False
     if is_one_command:
         sys.path.insert(0, str(folder / "own"))
         helper = importlib.import_module("helper")
-    args = parse_args(argv_of(folder, out, runs[0][0]))
+    args = config.parse_args(argv_of(folder, out, runs[0][0]))
     given = dict(vars(args))
     for options, files in runs:
         write(folder, files)
-        args = args if is_one_command else parse_args(argv_of(folder, out, options))
+        args = args if is_one_command else config.parse_args(argv_of(folder, out, options))
         refusal = pytest.raises(UserError, match="does not say how its images are prepared")
         with refusal if "--test-only" in options else nullcontext():
             train.main(args)
@@ -553,10 +542,6 @@ def settings_of_process():
 
 
 def run_into_trouble(folder):
-    import train
-    from errors import PreemptedError
-    from settings.config import parse_args
-
     torch.use_deterministic_algorithms(True, warn_only=True)
     before, errors = settings_of_process(), []  # which hold the frames of what was stopped, as a notebook does
     for options, kind in {
@@ -567,7 +552,7 @@ def run_into_trouble(folder):
         argv = argv_of(folder, "a", "--workers 2 --eval-batch-size 1 --criterion {}/own/mine.py:" + options)
         error = None
         try:
-            train.main(parse_args(argv))
+            train.main(config.parse_args(argv))
         except BaseException as caught:
             error = caught
         assert type(error) is kind, (options, error)

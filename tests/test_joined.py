@@ -15,6 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import train
+import utils
+from distributed import collectives
+from errors import PreemptedError
+from settings.config import parse_args
 from tests.ranks import REPOSITORY, free_port, run_ranks, strike_at
 from tests.runs import FLAG, Runs, assert_same
 from tests.started import SMALL
@@ -71,11 +76,6 @@ def check_left(rank, world_size, backend="cpu:gloo,cuda:gloo"):
 
 
 def joined_rank(world_size, port, backend, argvs):
-    import train
-    import utils
-    from distributed import collectives
-    from settings.config import parse_args
-
     rank = own_group(world_size, port, backend)
     with ThreadPoolExecutor(1) as pool:
         assert [*pool.map(train.main, map(parse_args, argvs))] == [None] * len(argvs)
@@ -101,10 +101,6 @@ def test_a_group_of_anothers_is_used_and_left_with_the_same_bits(runs, tmp_path,
 
 
 def stopped_rank(port, argv):
-    import train
-    from errors import PreemptedError
-    from settings.config import parse_args
-
     rank = own_group(2, port)
     if rank == 1:
         strike_at("train.optim.clip_gradients", 3, "after", signal.SIGTERM)

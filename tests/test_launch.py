@@ -189,15 +189,11 @@ def test_what_ranks_exchange_and_that_they_print_once(tmp_path):
     assert (tmp_path / "calls").read_text() == "once"
 
 
-def limit_files(soft, hard):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_a_low_limit_of_open_files_is_raised_or_one_line(tmp_path):
     argv = [*SMALL_PLAIN, "--synthetic", "16", "--batch-size", "2", "--epochs", "1", "--output-dir", tmp_path / "out"]
-    argv = [*map(str, argv)]
-    run_ranks(train_rank, 4, argv, [], (limit_files, 33, 400), log_folder=tmp_path).check()
-    done = run_ranks(train_rank, 4, [*argv, "--overwrite"], [], (limit_files, 31, 31), log_folder=tmp_path)
+    argv, limit = [*map(str, argv)], (resource.setrlimit, resource.RLIMIT_NOFILE)
+    run_ranks(train_rank, 4, argv, [], (*limit, (33, 400)), log_folder=tmp_path).check()
+    done = run_ranks(train_rank, 4, [*argv, "--overwrite"], [], (*limit, (31, 31)), log_folder=tmp_path)
     assert done.codes[0] == 2
     assert done.outputs[0].count("4 processes need 32 open files each; `ulimit -Hn` allows 31: raise it") == 1
 

@@ -20,7 +20,7 @@ from tests.archives import tar_of
 from tests.endings import Ending
 from tests.exports import run_tool
 from tests.images import class_tars, files_of, pack, run_pack, write_images
-from tests.ranks import REPOSITORY, run_ranks, train_rank
+from tests.ranks import REPOSITORY
 from tests.servers import RangeServer
 from tests.started import SMALL, refused, run_train
 
@@ -40,10 +40,6 @@ START = """
 """
 
 # How the images of class folders are written in each form, by a split; all are oracles' own: plain tarfile, csv, json.
-
-
-def by_tars(images, there, split):
-    class_tars(images, there / split)
 
 
 def by_shards(images, there, split):
@@ -73,10 +69,6 @@ def by_pack(images, there, split):
         run_pack(there.parent, "--data-path", images.parent, there, "--short-side", 64, "--workers", 1).check()
 
 
-def by_folders(images, there, split):
-    shutil.copytree(images, there / split)
-
-
 def of_several_labels(images, there, split):
     by_lists(images, there, split)
     path = there / f"{split}.jsonl"
@@ -100,7 +92,7 @@ class Door(NamedTuple):
     """A way in: options, in which {} is a folder of its own; how its images are written; a change; bad input."""
 
     options: str = ""
-    write: Callable = by_folders
+    write: Callable = lambda images, there, split: shutil.copytree(images, there / split)
     change: tuple[Callable, str] = (again, "data of")  # and words of the refusal
     bad: tuple[str, str] | None = None  # options, and words of the refusal
     path: str = "{}/data"
@@ -119,13 +111,11 @@ def taught(there):
         run_train(there, *words, there / name, "--seed", seed).check()
 
 
-def more_images(there):
-    write_images(there / "more", {"val": [2, 2, 2]}, size=(32, 40))
-
-
 DOORS = {
     "class folders": Door(bad=("--data-path {}/nowhere", "nowhere")),
-    "class tars": Door(write=by_tars, bad=("--data-path {}/data/train", "val")),
+    "class tars": Door(
+        write=lambda images, there, split: class_tars(images, there / split), bad=("--data-path {}/data/train", "val")
+    ),
     "shards of ours": Door(write=by_shards, bad=("--multi-label --bce-loss", "--multi-label")),
     "WebDataset, .json in a folder": Door(
         write=by_samples,
@@ -159,7 +149,8 @@ DOORS = {
     "balanced sampler, average and more sets": Door(
         """--balanced-sampler --metrics balanced_acc f1 --best-metric balanced_acc --model-ema --model-ema-steps 1
         --eval-data more={}/more/val""",
-        prepare=more_images, change=(moved, "data of more"), bad=("--ra-sampler", "--ra-sampler"),
+        prepare=lambda there: write_images(there / "more", {"val": [2, 2, 2]}, size=(32, 40)),
+        change=(moved, "data of more"), bad=("--ra-sampler", "--ra-sampler"),
     ),
     "part of train held out": Door(
         "--minival 0.1", change=(lambda _: "--minival 0.5", "minival"), bad=("--minival 2", "--minival"),
@@ -206,9 +197,8 @@ class Walk:
         url = self.server.url if self.server else ""
         return [word.replace("{}", str(self.folder)).replace("URL", url) for word in words]
 
-    def train(self, out, *more, world_size=1, faults=()):
-        argv = self.argv("--output-dir", self.folder / out, *more)
-        return run_ranks(train_rank, world_size, argv, list(faults), log_folder=self.folder / "logs")
+    def train(self, out, *more, **how):
+        return run_train(self.folder / "logs", *self.argv("--output-dir", self.folder / out, *more), **how)
 
     def inputs(self):
         kept = ("out-", "logs", "cache", "stdout")

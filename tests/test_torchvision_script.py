@@ -620,15 +620,7 @@ def ranks_train(place):
     return [bool(torch.equal(*parts)), before != sum_of(model), sorted({type(result).__name__ for result in results})]
 
 
-PARTS = {
-    "one": [
-        parser, datasets, plain_loaders, loaders_of_other_kinds, load_data_with_published_weights, evaluate,
-        train_one_epoch, own_loop, meters, metric_logger, processes, files_and_sums, weight_decays, moving_average,
-        averages, stored_weights, presets_on_an_image, presets_augment, presets_in_an_image_folder, mixing,
-        mixup_or_cutmix, repeated_augmentation, quantization, main_trains, main_resumes_and_tests_only, main_with_much,
-    ],
-    "ranks": [ranks_join, ranks_print, ranks_reduce, ranks_save, ranks_sample, ranks_repeat, ranks_train],
-}  # fmt: skip
+PARTS = {"one": EXPECTED, "ranks": [name for name in globals() if re.fullmatch("ranks_(?!load).*", name)]}
 
 
 def run_step(step, place):
@@ -656,8 +648,8 @@ def main(folder, images, out, part="one"):
     Path(out).mkdir(parents=True, exist_ok=True)
     place = Place(images, out)
     results = []
-    for step in PARTS[part]:
-        results.append(run_step(step, place))
+    for name in PARTS[part]:
+        results.append(run_step(globals()[name], place))
         if part != "one" and not results[-1]:  # others would wait for this process
             break
     if torch.distributed.is_initialized():

@@ -17,10 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import train
 from distributed import joining, watch
+from loading.progress import Progress
 from tests import ranks
 from tests.endings import differing_results
-from tests.faults import at_step
+from tests.faults import at_step, fail
 from tests.runs import Runs
 from tests.started import SMALL, refused
 
@@ -40,26 +42,21 @@ def number_collectives(file, number=None, fault=None):
     """Write the name of each collective of rank 1 and its stage into a file; at one number it meets the fault."""
     if os.environ["RANK"] != "1":
         return
-    calls = []
+    calls, backward = [], torch.Tensor.backward
 
-    def count(owner, name):
-        original = getattr(owner, name)
-
-        def counted(*args, **kwargs):
-            if threading.current_thread() is threading.main_thread():
-                calls.append(f"{name} {watch.watchdog.stage}")
-                Path(file).write_text("\n".join(calls))
-                if len(calls) == number and fault == "raises":
-                    raise ValueError("a fault of rank 1")
-                if len(calls) == number:
-                    os.kill(os.getpid(), FAULTS[fault])
-            return original(*args, **kwargs)
-
-        setattr(owner, name, counted)
+    def counted(original, name, *args, **kwargs):
+        if threading.current_thread() is threading.main_thread():
+            calls.append(f"{name} {watch.watchdog.stage}")
+            Path(file).write_text("\n".join(calls))
+            if len(calls) == number and fault == "raises":
+                raise ValueError("a fault of rank 1")
+            if len(calls) == number:
+                os.kill(os.getpid(), FAULTS[fault])
+        return original(*args, **kwargs)
 
     for name in COLLECTIVES:
-        count(dist, name)
-    count(torch.Tensor, "backward")  # in which DDP's are
+        setattr(dist, name, partial(counted, getattr(dist, name), name))
+    torch.Tensor.backward = lambda *args, **kwargs: counted(backward, "backward", *args, **kwargs)  # in which DDP's are
 
 
 def start_apart(folder, argv, prepare=(), environments=None):
@@ -220,9 +217,6 @@ def test_a_run_that_goes_on_after_it_was_said_to_have_stalled_ends_all_the_same(
 
 def dawdle():
     """Be slow on rank 1 between two collectives of the start, first by scanning a folder, then by a download."""
-    import train
-    from loading.progress import Progress
-
     build = train.build_metrics
 
     def build_slowly(*args):
@@ -241,25 +235,10 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_ended(runs, tmp_path):
     end_of(*start_apart(tmp_path, runs.argv("slow", "--stall-timeout", 2.5 / 60, shards=2), (dawdle,))).check()
 
 
-OWN_OPTIMIZER = """
-import torch
-
-class Forgetful(torch.optim.SGD):
-    calls = 0
-    def state_dict(self):
-        self.calls += 1
-        if self.calls == 2:
-            raise ValueError("no state to be had")
-        return super().state_dict()
-"""
-
-
 def test_a_rank_that_fails_while_a_save_begins_ends_the_run_with_its_cause(runs, tmp_path):
-    (tmp_path / "own.py").write_text(OWN_OPTIMIZER)
-    argv = runs.argv(tmp_path / "out", "--opt", f"{tmp_path}/own.py:Forgetful", shards=2)
-    outcome = end_of(*start_apart(tmp_path, argv))
+    argv = runs.argv(tmp_path / "out", shards=2)
+    outcome = end_of(*start_apart(tmp_path, argv, (at_step, fail, 2, "state_dict")))
     assert outcome.codes[0] in (1, 2)
-    assert "no state to be had" in outcome.outputs[0]
-    reason = json.loads((tmp_path / "out" / "status.json").read_text())["reason"]
-    assert "ValueError: no state to be had" in reason
+    assert "a surprise" in outcome.outputs[0]
+    assert "RuntimeError: a surprise" in json.loads((tmp_path / "out" / "status.json").read_text())["reason"]
     assert re.search("train.py: error.*rank 0", outcome.outputs[1])  # whose store ended with it
