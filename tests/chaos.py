@@ -53,9 +53,8 @@ class Campaign(NamedTuple):
     def strike(self, rng: random.Random, duration_s: float, world_size: int) -> list[tuple]:
         """Return signals as `run_ranks` takes them; most come before a resumed run, which is shorter, has ended."""
         at_s, number = rng.uniform(0, 0.7 * duration_s), rng.choice(self.signals)
-        return [
-            (at_s, rank, number) for rank in (range(world_size) if self.is_for_all else [rng.randrange(world_size)])
-        ]
+        ranks = range(world_size) if self.is_for_all else [rng.randrange(world_size)]
+        return [(at_s, rank, number) for rank in ranks]
 
 
 KILL = (signal.SIGKILL,)

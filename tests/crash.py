@@ -3,12 +3,10 @@
 The file-system calls of a process below a folder are seen from inside and counted: Python announces most by audit
 events; writes, which count when they leave Python's buffer, and fsync are wrapped. Then a command is killed before each
 of them, in the middle of each write and after the last, or a call fails; given again, it has to end like an undisturbed
-run (tests/endings.py).
-
-The disks that a power failure may leave are built from the recorded calls. What was not synced may be on the disk or
-not, in any order, in part or as a whole (Pillai et al., All File Systems Are Not Created Equal, OSDI 2014). What a file
-system does here is the least that POSIX promises: fsync of a file makes its content durable, and not its name; of a
-folder the names in it, and not its own; a rename happens whole or not at all.
+run (tests/endings.py). The disks that a power failure may leave are built from the recorded calls: what was not synced
+may be there or not, in any order, in part or as a whole (Pillai et al., All File Systems Are Not Created Equal, OSDI
+2014). POSIX promises no more than this: fsync of a file makes its content durable, and not its name; of a folder the
+names in it, and not its own; a rename happens whole or not at all.
 """
 
 import builtins
@@ -51,7 +49,7 @@ EVENTS = {
 
 
 class Call(NamedTuple):
-    number: int  # from 1, among the calls that are counted
+    number: int  # from 1
     name: str  # `read` is the opening of a file to read, `list` of a folder, `lock` is a record lock
     paths: tuple[str, ...]  # below the watched folder, one or two
     offset: int = 0  # where a write begins, or the length that a file is cut to
@@ -84,8 +82,8 @@ class Trouble(NamedTuple):
 class Watch:
     """Watches a folder in this process from now on, for a child that ends soon; the log lies outside of it."""
 
-    def __init__(self, folder: Path, log: Path, trouble: Trouble, counted: set[str]) -> None:
-        self.folder, self.trouble, self.counted = os.path.realpath(folder), trouble, counted
+    def __init__(self, folder: Path, log: Path, trouble: Trouble) -> None:
+        self.folder, self.trouble = os.path.realpath(folder), trouble
         self.number, self.lock = 0, threading.RLock()  # TensorBoard's writer is a thread
         self.log = open(log, "ab", buffering=0)  # noqa: SIM115
         shutil._USE_CP_SENDFILE = False  # a copy is made of reads and writes
@@ -109,7 +107,7 @@ class Watch:
 
     def meet(self, name: str, *paths: str | None, **details: Any) -> bool:
         """Count a call, let the trouble act and record the call; return whether it writes only half."""
-        if name not in self.counted or None in paths:
+        if None in paths:
             return False
         with self.lock:
             self.number += 1
@@ -204,7 +202,6 @@ AVERAGE = ["--model-ema", "--model-ema-steps", "1", "--model-ema-decay", "0.5"]
 ACCURACY = {"val": {2: 50.0, 4: 40.0, 6: 60.0}, "val_ema": {2: 30.0, 4: 40.0, 6: 35.0}}
 
 NO_TROUBLE = Trouble()
-COUNTED_WHEN_FAILING = CHANGING | {"read", "list", "lock"}
 ANY_ERROR = (errno.EIO, errno.ENOSPC, errno.ENOSYS, errno.ESTALE)
 ERRORS = {
     "link": (*ANY_ERROR, errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP),
@@ -248,7 +245,7 @@ class Handshake:
         return self.items.get()
 
 
-def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | None, is_late: bool) -> None:
+def watch_run(folder: Path, trouble: Trouble, stop_at: tuple | None, is_late: bool) -> None:
     """Prepare the process of a run: watch its calls, note what it saves and resumes, and plan its results.
 
     A kill ends it once the position `stop_at` (step, is_evaluated) is saved.
@@ -256,7 +253,7 @@ def watch_run(folder: Path, trouble: Trouble, counted: set, stop_at: tuple | Non
     os.chdir(folder / "disk")
     files.RETRY_S = 0.01  # no disk here needs a second
     store.ThreadPoolExecutor, loggers.SimpleQueue = partial(Writer, is_late), Handshake
-    watch = Watch(folder / "disk", folder / "log", trouble, counted)
+    watch = Watch(folder / "disk", folder / "log", trouble)
     save, wait_for_save, resume = CheckpointManager.save, CheckpointManager.wait_for_save, RunState.resume
     record_results, position = run.Run.record_results, None
 
@@ -376,11 +373,10 @@ class Trial:
         self.expected = {same: Ending(self.out, has_same_saves=same) for same in (True, False)}
         self.counts, self.problems = Counter(), []
 
-    def start(self, command: list[str], trouble=NO_TROUBLE, counted=CHANGING, stop_at: tuple | None = None) -> Start:
+    def start(self, command: list[str], trouble=NO_TROUBLE, stop_at: tuple | None = None) -> Start:
         (self.folder / "log").unlink(missing_ok=True)
-        watched = watch_run, self.folder, trouble, counted, stop_at, self.scenario.is_late
-        argv = [*OPTIONS, *command]
-        outcome = run_ranks(train_rank, 1, argv, (), watched, log_folder=self.folder)
+        watched = watch_run, self.folder, trouble, stop_at, self.scenario.is_late
+        outcome = run_ranks(train_rank, 1, [*OPTIONS, *command], (), watched, log_folder=self.folder)
         return Start(outcome.codes[0], outcome.output, read_log(self.folder / "log"))
 
     def attempt(self, kind: str, strike: Callable[["Trial", Any], None], point: Any) -> None:
@@ -391,17 +387,16 @@ class Trial:
             self.counts["lost" if isinstance(error, LostError) else "different"] += 1
             self.problems.append(f"{self.scenario.name}: {kind}: {point}: {str(error)[-1000:]}")
 
-    def start_from_template(self, *args: Any) -> Start:
+    def start_from_template(self, point: Trouble) -> Start:
         shutil.rmtree(self.disk)
         subprocess.run(["cp", "-a", self.template, self.disk], check=True)
-        return self.start(self.scenario.command, *args)
+        return self.start(self.scenario.command, point)
 
     def kill_points(self) -> list[Trouble]:
         calls = self.recorded.calls(up_to_save=not self.scenario.is_whole)
-        halves = [call.number for call in calls if call.name == "write" and len(call.content) > 1]
-        return [Trouble(number) for number in range(1, len(calls) + 2)] + [
-            Trouble(each, is_half=True) for each in halves
-        ]
+        whole = [Trouble(call.number) for call in calls if call.name in CHANGING]
+        writes = [call for call in calls if call.name == "write" and len(call.content) > 1]
+        return [*whole, Trouble(len(calls) + 1), *(Trouble(call.number, is_half=True) for call in writes)]
 
     def kill(self, point: Trouble) -> None:
         killed = self.start_from_template(point)
@@ -410,7 +405,7 @@ class Trial:
         self.recover(killed)
 
     def failures(self) -> list[Trouble]:
-        calls = self.start_from_template(NO_TROUBLE, COUNTED_WHEN_FAILING).calls(up_to_save=not self.scenario.is_whole)
+        calls = self.recorded.calls(up_to_save=not self.scenario.is_whole)
         return [
             Trouble(call.number, code, code == errno.ENOSPC and call.name == "write", call.name, lasts)
             for call in calls
@@ -420,7 +415,7 @@ class Trial:
 
     def fail(self, point: Trouble) -> None:
         """Have a call fail: the run continues, or ends in one line. Give the command again and compare."""
-        failed = self.start_from_template(point, COUNTED_WHEN_FAILING)
+        failed = self.start_from_template(point)
         assert point.number + point.is_half not in [call.number for call in failed.calls()]  # it was not made
         lines = re.findall(r"^train\.py: error", failed.output, flags=re.MULTILINE)
         assert "Traceback" not in failed.output, failed.output
@@ -598,7 +593,8 @@ class State(NamedTuple):
 def possible_states(trial: Trial, log: list | None = None) -> list[State]:
     """Return the different disks that a power failure may leave, each with the most that had been announced by then."""
     disk, saved, found, last = Disk(trial.template), [], {}, ()
-    for entry in [*(log or trial.recorded.log), None]:
+    entries = [entry for entry in log or trial.recorded.log if entry[1] in CHANGING or not isinstance(entry, Call)]
+    for entry in [*entries, None]:
         for image in disk.images():
             found[identity(image)] = State(image, list(saved), last)  # a later one has more announced
         if isinstance(entry, Call):

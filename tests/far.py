@@ -225,26 +225,10 @@ def copy(destination, source, *, is_blocking):
     return destination
 
 
-def _empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
-    return Far(torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format))
-
-
-def _empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory=None):
-    return Far(torch.empty_strided(size, stride, dtype=dtype))
-
-
-def _copy_from(source, destination, non_blocking=False):
-    return copy(destination, source, is_blocking=not non_blocking)
-
-
 def _pin_memory(tensor, device=None):
     pinned = tensor.clone()
     _pinned[pinned.untyped_storage()._cdata] = pinned.untyped_storage()
     return pinned
-
-
-def _is_pinned(tensor, device=None):
-    return tensor.untyped_storage()._cdata in _pinned
 
 
 def _cast(op, to):
@@ -272,11 +256,16 @@ def register():
     _setup_privateuseone_for_python_backend("far", device)
     aten, every = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     _libraries.extend([aten, every])
-    aten.impl("empty.memory_format", _empty, "PrivateUse1")
-    aten.impl("empty_strided", _empty_strided, "PrivateUse1")
-    aten.impl("_copy_from", _copy_from, "PrivateUse1")
+    for name, kernel in {
+        "empty.memory_format": lambda size, dtype=None, memory_format=torch.contiguous_format, **_: Far(
+            torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format)
+        ),
+        "empty_strided": lambda size, stride, dtype=None, **_: Far(torch.empty_strided(size, stride, dtype=dtype)),
+        "_copy_from": lambda source, to, non_blocking=False: copy(to, source, is_blocking=not non_blocking),
+    }.items():
+        aten.impl(name, kernel, "PrivateUse1")
     aten.impl("_pin_memory", _pin_memory, "CPU")
-    aten.impl("is_pinned", _is_pinned, "CPU")
+    aten.impl("is_pinned", lambda tensor, device=None: tensor.untyped_storage()._cdata in _pinned, "CPU")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for names, to in [(LOWER, lambda: torch.get_autocast_dtype("far")), (FLOAT32, lambda: torch.float32)]:
         for name in names:

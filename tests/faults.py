@@ -29,9 +29,8 @@ OPTIONS = """
 EACH_STEP, EACH_SECOND = ["--checkpoint-steps", "1"], ["--checkpoint-steps", "2"]
 
 STEP, ZERO_GRAD = "torch.optim.SGD.step", "torch.optim.SGD.zero_grad"
-TERM, USR1, INT, HUP, KILL, STOP = (
-    signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGKILL, signal.SIGSTOP,
-)  # fmt: skip
+TERM, USR1, INT, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
 def at_step(act: Callable[[], Any], number: int | None = None, name: str = "step") -> None:

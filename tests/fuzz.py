@@ -312,10 +312,7 @@ def case_tar(bench: Bench, folder: Path, rng: random.Random) -> None:
 
 
 def case_image(bench: Bench, folder: Path, rng: random.Random) -> None:
-    """An image is none, or claims to be another: a sample of the right shape, or an error that names it.
-
-    The same by TorchCodec, where it is installed, as by Pillow.
-    """
+    """An image is none, or claims to be another: a right sample, or an error that names it; alike by TorchCodec."""
     root = folder / "images"
     shutil.copytree(bench.images, root, symlinks=True)
     victim = sorted((root / "train").rglob("*.jpg"))[0]

@@ -30,7 +30,7 @@ from settings.choices import TABLES
 from settings.options import BY_NAME
 from tests.archives import tar_of
 from tests.endings import Ending, differing, read_metrics
-from tests.images import picture
+from tests.images import encoded, picture
 from tests.ranks import REPOSITORY, run_ranks
 from tests.started import SMALL_PLAIN, refused, run_train
 from tests.test_resume import check_same_weights
@@ -190,7 +190,7 @@ def test_an_own_augmentation_draws_the_same_with_any_number_of_workers(started, 
     started.go_on(tmp_path, tmp_path / "none", *own).check()
     started.go_on(tmp_path, tmp_path / "two", *own, "--workers", 2).check()
     check_same_weights(tmp_path / "two", tmp_path / "none", "model")
-    plain = started.out / "checkpoint-00000003.pth"  # of as many steps
+    plain = started.out / "best.pth"  # of as many steps, for its first epoch is its best
     first, other = (load_checkpoint(path, "it")["model"] for path in (tmp_path / "none" / "checkpoint.pth", plain))
     assert differing(first, other) != []
 
@@ -409,12 +409,10 @@ OPTIONS = "--batch-size 4 --epochs 2 --print-freq 1 --lr 0.05 --lr-scheduler ste
 def data(seed):
     found, generator = {}, numpy.random.default_rng(seed)
     for split, number in (("train", 12), ("val", 3)):
-        names = {}
-        for image in range(number):
-            file = io.BytesIO()
-            Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=numpy.uint8)).save(file, "BMP")
-            names[f"{split}/class{image % 3}/{image:02d}.bmp"] = file.getvalue()
-        found[f"data/{split}.tar"] = tar_of(names)
+        images = generator.integers(0, 256, (number, 32, 32, 3), dtype=numpy.uint8)
+        files = [encoded(Image.fromarray(image), "BMP") for image in images]
+        names = [f"{split}/class{image % 3}/{image:02d}.bmp" for image in range(number)]
+        found[f"data/{split}.tar"] = tar_of(dict(zip(names, files, strict=True)))
     return found
 
 

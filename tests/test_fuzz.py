@@ -97,26 +97,21 @@ def test_a_value_that_unfolds_to_more_than_memory_is_refused_at_once():
         check_schema(state_at(3) | {"more": value}, "it")
 
 
-def test_tensors_of_another_model_are_refused_in_one_line(started, tmp_path):
-    state = load_checkpoint(started.out / "checkpoint.pth", "it")
-    state["model"]["conv1.0.weight"] = torch.zeros(3)
-    torch.save(state, tmp_path / "other.pth")
-    outcome = started.go_on(tmp_path, tmp_path / "new", "--resume", tmp_path / "other.pth", "--allow-change", "epochs")
+def test_tensors_of_another_model_and_options_out_of_range_are_refused_in_one_line(started, tmp_path):
+    state, other = load_checkpoint(started.out / "checkpoint.pth", "it"), tmp_path / "other.pth"
+    changed = {**state, "model": {**state["model"], "conv1.0.weight": torch.zeros(3)}}
+    torch.save(changed, other)
+    outcome = started.go_on(tmp_path, tmp_path / "new", "--resume", other, "--allow-change", "epochs")
     refused(outcome, "the checkpoint's model does not fit", "conv1.0.weight")
-    argv = [*started.argv, "--test-only", "--resume", tmp_path / "other.pth"]
-    refused(run_train(tmp_path, *argv), "does not fit --model", "conv1.0.weight")
-
-
-def test_options_of_a_checkpoint_to_evaluate_are_checked(started, tmp_path):
-    state = load_checkpoint(started.out / "checkpoint.pth", "it")
     place = started.argv.index("--val-crop-size")
-    argv = [*started.argv[:place], *started.argv[place + 2 :], "--test-only", "--resume", tmp_path / "other.pth"]
+    argv = [*started.argv[:place], *started.argv[place + 2 :], "--test-only", "--resume", other]
+    refused(run_train(tmp_path, *argv), "does not fit --model", "conv1.0.weight")
     for value in ("x", 10**9, -5):
         state["args"]["val_crop_size"] = value
-        torch.save(state, tmp_path / "other.pth")
+        torch.save(state, other)
         refused(run_train(tmp_path, *argv), "--val-crop-size")
     with pytest.raises(UserError, match=r"other\.pth: --val-crop-size -5: expected"):
-        open_trained(str(tmp_path / "other.pth"))
+        open_trained(str(other))
     assert not BY_NAME["val_crop_size"].is_value(torch.zeros(3))
 
 

@@ -93,13 +93,6 @@ def test_tasks_of_a_slurm_step_share_a_port_and_steps_do_not():
     assert all(20000 <= each < 32000 for tasks in ports for each in tasks)  # below those that systems hand out
 
 
-def test_the_processes_of_a_node_and_restarts_are_counted():
-    assert read_launch({"RANK": "3", "LOCAL_WORLD_SIZE": "4"}).num_local == 4
-    assert read_launch({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}).num_local == 4
-    restarted = read_launch({**TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "2"})
-    assert restarted.attempt == 2
-
-
 REFUSED = [
     ({"PMIX_RANK": "1"}, "PMIX_RANK is set by a launcher that does not tell how many processes a machine has"),
     ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK is set by a launcher that does not tell"),
@@ -123,27 +116,27 @@ STEP = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_CPUS_PER_TASK": "6"
 ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
 
 
-@pytest.mark.parametrize(("environ", "cores"), [
-    (STEP, 6), ({**STEP, "SLURM_CPUS_PER_TASK": "64"}, 6),  # of the batch script
-    ({**STEP, **ONE_TASK, **TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "LOCAL_WORLD_SIZE": "3"}, 2),
-    ({**STEP, **TORCHRUN}, 6),  # set by hand from srun's
-    (without(STEP, "STEP"), None), (without(STEP, "PER_TASK"), None), ({**STEP, **OPEN_MPI}, None), ({}, None),
+@pytest.mark.parametrize(("environ", "found"), [
+    ({"RANK": "3", "LOCAL_WORLD_SIZE": "4"}, {"num_local": 4}), (STEP, {"num_local": 4, "cores": 6}),
+    ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "2"}, {"attempt": 2}),
+    ({**STEP, "SLURM_CPUS_PER_TASK": "64"}, {"cores": 6}),  # of the batch script
+    ({**STEP, **ONE_TASK, **TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "LOCAL_WORLD_SIZE": "3"}, {"cores": 2}),
+    ({**STEP, **TORCHRUN}, {"cores": 6}),  # set by hand from srun's
+    *((each, {"cores": None}) for each in (without(STEP, "STEP"), without(STEP, "PER_TASK"), {**STEP, **OPEN_MPI}, {})),
 ])  # fmt: skip
-def test_a_process_has_the_cores_that_srun_gives_its_task(environ, cores):
-    assert read_launch(environ).cores == cores
+def test_the_processes_of_a_node_restarts_and_the_cores_of_a_task_are_counted(environ, found):
+    assert found.items() <= read_launch(environ)._asdict().items()
 
 
 def test_a_task_of_one_core_has_one_worker_whatever_the_machine_has(monkeypatch):
-    for name, value in {**ONE_TASK, "SLURM_CPUS_PER_TASK": "1"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", os.environ | ONE_TASK | {"SLURM_CPUS_PER_TASK": "1"})
     args, lines = config.on_machine(config.parse_args(["--synthetic"]))
     assert args.workers == 1
     assert "--workers 1: of this process's 1 core (srun --cpus-per-task), at most 16" in lines
 
 
 def test_srun_without_its_nodes_is_refused(monkeypatch):
-    for name, value in without(SRUN, "NODELIST").items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", os.environ | without(SRUN, "NODELIST"))
     with pytest.raises(UserError, match="not MASTER_ADDR"):
         config.on_machine(config.parse_args(["--synthetic"]))
 
@@ -246,8 +239,7 @@ def test_a_run_in_a_group_with_half_a_core_uses_one_thread_and_one_loader_proces
     assert record["processor"].startswith("1 cores of")
 
 
-PAGE = (REPOSITORY / "docs" / "launching.md").read_text()
-BASH = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
+BASH = re.findall(r"```bash\n(.*?)```", (REPOSITORY / "docs" / "launching.md").read_text(), flags=re.S)
 SCRIPTS = {
     **{f"block{number}": f"#!/usr/bin/env bash\n{block}" for number, block in enumerate(BASH)},
     **{path.name: path.read_text() for path in (REPOSITORY / "scripts").glob("*.sh")},

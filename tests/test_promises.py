@@ -1,6 +1,5 @@
 """Every promise at every door: DOORS go down, PROMISES across."""
 
-import ast
 import io
 import json
 import re
@@ -273,13 +272,10 @@ def check_agreement(walk, output):
 
 
 def test_every_cell_has_a_test_that_is_there_or_a_reason():
-    known = {}
-    for path in (REPOSITORY / "tests").glob("test_*.py"):
-        tree = ast.parse(path.read_text())
-        known[path.name] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    texts = {path.name: path.read_text() for path in (REPOSITORY / "tests").glob("test_*.py")}
     for door in DOORS.values():
         assert door.elsewhere.keys() <= PROMISES.keys()
         for words in door.elsewhere.values():
             for file, test in re.findall(r"(test_\w+\.py)(?:::(\w+))?", words):
-                assert not test or test in known[file], words
+                assert not test or f"def {test}(" in texts[file], words
         assert {"change", "bad"} - door.elsewhere.keys() <= {name for name in ("change", "bad") if getattr(door, name)}

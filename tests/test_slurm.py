@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from distributed.signals import end_with_parent
+from tests import faults
 from tests.endings import differing_results
 from tests.ranks import REPOSITORY, free_port, run_ranks, train_rank, wait_for
 from tests.started import PLAIN
@@ -28,12 +29,8 @@ pytestmark = [
     ),
 ]
 
-# 29 images in 4 shards of 2: 3 steps an epoch, 12 in all; nothing is saved but at the ends of epochs.
-OPTIONS = f"""
-    --model {PLAIN} --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 --device cpu --workers 0
-    --model-ema --model-ema-steps 1 --epochs 4 --print-freq 2 --lr 0.05 --mixup-alpha 0.2
-    --use-deterministic-algorithms --batch-size 2 --global-batch-size 8 --resume auto
-""".split()
+# As of the faults, for twelve steps in all, and with a model that a Python of its own knows.
+OPTIONS = [*faults.OPTIONS, "--model", PLAIN, *"--epochs 4 --batch-size 2 --global-batch-size 8".split()]
 
 # Higher partitions take the CPUs that they need from jobs in lower ones, at once or after a time of grace.
 CONFIGURATION = """

@@ -34,7 +34,6 @@ OPTIONS = [
     *SMALL, *"--epochs 2 --print-freq 2 --lr 0.05 --checkpoint-steps 2 --use-deterministic-algorithms".split(),
     "--resume", "auto", "--dist-timeout", 2 * LIMIT_S / 60, "--stall-timeout", LIMIT_S / 60,
 ]  # fmt: skip
-COLLECTIVES = ("all_gather", "broadcast", "all_reduce", "barrier", "new_group", "init_process_group")
 FAULTS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL, "raises": None}
 
 
@@ -54,7 +53,7 @@ def number_collectives(file, number=None, fault=None):
                 os.kill(os.getpid(), FAULTS[fault])
         return original(*args, **kwargs)
 
-    for name in COLLECTIVES:
+    for name in ("all_gather", "broadcast", "all_reduce", "barrier", "new_group", "init_process_group"):
         setattr(dist, name, partial(counted, getattr(dist, name), name))
     torch.Tensor.backward = lambda *args, **kwargs: counted(backward, "backward", *args, **kwargs)  # in which DDP's are
 
