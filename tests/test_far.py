@@ -76,7 +76,7 @@ CASES = {
 ROUNDED = {
     "bfloat16": ("--amp --amp-dtype bfloat16", "", 4e-2),
     "float16": ("--amp --amp-dtype float16", "", 5e-3),
-    "recomputed": ("--model timm/test_vit2 --grad-checkpointing", "--model timm/test_vit2", 1e-4),
+    "recomputed": ("--model timm/test_vit2 -b 8 --grad-checkpointing", "--model timm/test_vit2 -b 8", 1e-4),
 }
 
 
