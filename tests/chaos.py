@@ -225,8 +225,7 @@ def main() -> None:
             counts += more
             problems += found
     print(*problems, f"{(time.monotonic() - start) / 60:.0f} minutes", sep="\n")
-    shown = [*numbers, *points, "lost", "different"]
-    print("chaos: " + " ".join(f"{kind}={counts[kind]}" for kind in shown))
+    print("chaos:", *(f"{kind}={counts[kind]}" for kind in [*numbers, *points, "lost", "different"]))
     sys.exit(bool(problems) or any(counts[kind] < numbers[kind] for kind in numbers))
 
 

@@ -432,8 +432,7 @@ def main() -> None:
     for number, outcome in sorted(wrong.items()):
         print(f"case {number} {kind_of(number).__name__}: {outcome}")
     right = list(outcomes.values()).count("right")
-    seconds = time.monotonic() - start
-    print(f"fuzz: cases={len(outcomes)} right={right} wrong={len(wrong)} seconds={seconds:.0f}")
+    print(f"fuzz: cases={len(outcomes)} right={right} wrong={len(wrong)} seconds={time.monotonic() - start:.0f}")
     sys.exit(bool(wrong) or len(outcomes) < args.cases)
 
 
