@@ -393,13 +393,12 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def test_the_numbers_are_those_of_scikit_learn():
-    from sklearn.metrics import confusion_matrix
-
     generator = numpy.random.default_rng(0)
     target = generator.integers(0, 29, 3000)  # the last of 30 classes has no images
     near = (target + generator.geometric(0.4, 3000) * generator.choice([-1, 1], 3000)) % 30
     predicted = numpy.where(generator.random(3000) < 0.6, target, near)
     found = pictures.Predictions(numpy.arange(3000), target, predicted, generator.integers(1, 301, 3000) / 300)
+    confusion_matrix = pytest.importorskip("sklearn.metrics").confusion_matrix
     whole = confusion_matrix(found.target, found.predicted, labels=range(30))
     chosen = pictures.find_confused(found, 30)
     counts = pictures.count_confusion(found, chosen, 30)
