@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,15 +17,8 @@ from distributed.signals import Signals
 from metrics import build_metrics
 from monitoring.monitor import Monitor
 from run import Run
-from settings import config
 from tests.endings import differing, flatten, read_metrics
-from tests.ranks import REPOSITORY, module_rank, run_ranks, train_rank
-
-
-def argv_of_recipe(name):
-    command = config.read_recipe(config.find_recipe(name)).get("command", "")
-    own = [f"{REPOSITORY}/{found}" for found in re.findall(r"--model (\S+\.py:\S+)", command)]
-    return ["--recipe", name, "--dry-run", *[f"--model={each}" for each in own]]
+from tests.ranks import module_rank, run_ranks, train_rank
 
 
 def set_variables(environment):

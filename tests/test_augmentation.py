@@ -1,7 +1,7 @@
 """Augmentation of recipes: what timm and torchvision make of the same draws."""
 
 import random
-from functools import cache, partial
+from functools import partial
 
 import numpy
 import pytest
@@ -16,24 +16,16 @@ import data
 import transforms
 from presets import TimmPolicy, build_presets
 from randomness import AUGMENTATION, seed_host
-from settings import config
+from tests import test_recipes
 from tests.images import picture
-from tests.runs import argv_of_recipe
-
-
-@cache
-def recipes():
-    paths = sorted(config.RECIPES_DIR.glob("*.toml"))
-    return [config.parse_args([*argv_of_recipe(str(path)), "--device", "cpu"]) for path in paths]
+from tests.test_recipes import RECIPES, options_by_name
 
 
 def one_of_each(*names):
     """Return the first recipe of each set of values that recipes give these options, the first of which is on."""
-    found = {}
-    for args in recipes():
-        if getattr(args, names[0]):
-            found.setdefault(tuple(map(str, (getattr(args, name) for name in names))), args)
-    return [pytest.param(args, id=" ".join(values)) for values, args in found.items()]
+    are_on = [name for name in RECIPES if getattr(options_by_name(name), names[0])]
+    found = test_recipes.one_of_each(lambda args: [getattr(args, name) for name in names], are_on)
+    return [pytest.param(options_by_name(name), id=name) for name in found]
 
 
 def mixed(number):

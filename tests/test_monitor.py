@@ -123,17 +123,12 @@ def test_a_metrics_file_that_is_lost_is_opened_anew_or_the_end_says_what_is_miss
     assert outcome.output.count(f"warning: {lacking}\n") == is_for_ever
 
 
-@pytest.fixture(scope="module")
-def each_step(image_folder, tmp_path_factory):
-    """The oracle of means: the training records of the same run, one for each step."""
-    folder = tmp_path_factory.mktemp("each-step")
-    train_in(folder, image_folder, "--print-freq", 1).check()
-    records = [record for record in read_records(folder / "run") if record["kind"] == "train"]
-    assert [record["step"] for record in records] == list(range(1, 13))
-    return records
-
-
-def test_a_window_is_the_mean_over_its_steps_wherever_epochs_end(finished, each_step):
+def test_windows_are_means_over_their_steps_and_an_epochs_loss_is_one_number_everywhere(
+    finished, image_folder, tmp_path
+):
+    train_in(tmp_path, image_folder, "--print-freq", 1).check()
+    each_step = [record for record in read_records(tmp_path / "run") if record["kind"] == "train"]
+    assert [record["step"] for record in each_step] == list(range(1, 13))
     before = 0
     for record in read_records(finished):
         if record["kind"] == "train":
@@ -143,9 +138,6 @@ def test_a_window_is_the_mean_over_its_steps_wherever_epochs_end(finished, each_
             for name in ("lr", "grad_norm", "weight_norm", "epoch"):
                 assert record[name] == steps[-1][name]
             before = record["step"]
-
-
-def test_an_epochs_training_loss_is_one_number_everywhere(finished, each_step, tmp_path):
     losses = [statistics.fmean(r["loss"] for r in each_step if r["epoch"] == epoch) for epoch in range(4)]
     recorded = [r for r in read_records(finished) if r["kind"] == "epoch"]
     assert [(r["epoch"], r["step"]) for r in recorded] == [(0, 3), (1, 6), (2, 9), (3, 12)]

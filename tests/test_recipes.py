@@ -28,11 +28,16 @@ from models.losses import build_criterion
 from monitoring import preview
 from settings import config
 from tests.images import pack_shards
-from tests.ranks import run_ranks, some_slow, train_rank
-from tests.runs import argv_of_recipe
+from tests.ranks import REPOSITORY, run_ranks, some_slow, train_rank
 from transforms import RandomMix
 
 RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))
+
+
+def argv_of_recipe(name):
+    command = config.read_recipe(config.find_recipe(name)).get("command", "")
+    own = [f"--model={REPOSITORY}/{found}" for found in re.findall(r"--model (\S+\.py:\S+)", command)]
+    return ["--recipe", name, "--dry-run", *own]
 
 
 @functools.cache
@@ -151,8 +156,7 @@ def test_every_recipe_resolves_and_says_where_it_is_from():
         assert (recipe["reproduced"] is False) == (name not in ("digits", "imagenette")), name
 
 
-# The first of each kind of model: resnet50-v1 stands for resnet152-v2.
-ONE_OF_A_KIND = {re.match("[a-z]+", name)[0]: name for name in reversed(RECIPES)}.values()
+ONE_OF_A_KIND = one_of_each(lambda args: (args.opt, args.lr_scheduler, args.model_ema, needs_timm(args)))
 
 
 @pytest.mark.parametrize("name", some_slow(RECIPES, {*RECIPES} - {*ONE_OF_A_KIND}))
@@ -305,7 +309,7 @@ def test_learning_rates_are_the_sources(name):
     args = options_by_name(name)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
     lr_scheduler = optim.LRScheduler(args, optimizer)
-    num, rates = 10 if args.lr_per_step else 1, []
+    num, rates = (10 if args.epochs < 1000 else 2) if args.lr_per_step else 1, []
     for part in range(args.epochs * num):
         lr_scheduler.set_position(*divmod(part, num), num)
         rates.append(optimizer.param_groups[0]["lr"])
@@ -344,7 +348,6 @@ LOSSES = one_of_each(lambda args: (args.label_smoothing, args.bce_loss, args.bce
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.05])
 def test_losses_are_the_sources(name, share):
-    """Of fixed logits, for images mixed with those in front of them in the batch."""
     args, target = options_by_name(name), torch.tensor([3, 1, 4, 1, 5, 9])
     output = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 3
     criterion = build_criterion(SimpleNamespace(**{**vars(args), "model": "resnet18"}))

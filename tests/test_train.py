@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import metrics
 import sampler
 import train
 from settings import config
 from tests.ranks import REPOSITORY, run_check
 from tests.started import refused, run_train
+from tests.test_metrics import ClassAccuracy, EvenImages, device_loader
 
 
 def scorer(num_classes, rank):
@@ -29,25 +31,25 @@ def scorer(num_classes, rank):
     return model
 
 
-def evaluate_rank(rank, world_size, results):
+def evaluate_rank(rank, world_size, folder):
     found = []
     for num_images, batch_size in [(1, 8), (7, 1), (50, 8), (101, 8)]:
         generator = torch.Generator().manual_seed(2)
         features = torch.randn(num_images, 6, generator=generator)
         labels = torch.randint(3, (num_images,), generator=generator)
         keys = sampler.EvalSampler(num_images, batch_size, rank, world_size)
-        loader = DataLoader(TensorDataset(features, labels), batch_size, sampler=keys)
-        found.append(train.measure(scorer(3, rank), nn.CrossEntropyLoss(), loader, torch.device("cpu")))
+        loader = device_loader((features, labels), batch_size, keys)
+        measured = [metrics.Accuracy(), ClassAccuracy(3), EvenImages()]
+        found.append(train.measure(scorer(3, rank), nn.CrossEntropyLoss(), loader, "cpu", metrics=measured))
         assert found[-1]["n"] == num_images
-    if rank == 0:
-        results.write_text(json.dumps(found))
+    (folder / f"{world_size}.{rank}").write_text(json.dumps(found))
 
 
 @pytest.mark.dist
 def test_evaluation_is_the_same_in_every_bit_at_any_world_size(tmp_path):
     for world_size in [1, 2, 3, 4]:
-        run_check(world_size, evaluate_rank, tmp_path, tmp_path / str(world_size))
-        assert (tmp_path / str(world_size)).read_text() == (tmp_path / "1").read_text()
+        run_check(world_size, evaluate_rank, tmp_path, tmp_path)
+    assert len({(tmp_path / f"{n}.{rank}").read_text() for n in [1, 2, 3, 4] for rank in range(n)}) == 1
 
 
 def test_evaluation_agrees_with_scores_counted_by_hand():
