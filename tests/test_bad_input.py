@@ -17,8 +17,6 @@ def folders(tmp_path_factory):
     write_images(root / "good", {"train": [4, 4], "val": [1, 1]})
     write_images(root / "other_classes", {"train": [1, 1, 1], "val": [1, 1]})
     (root / "file").write_text("a file")
-    torn = write_images(root / "torn_tar", {"val": [1, 1]})
-    (torn / "train.tar").write_bytes(b"torn" * 300)
     return root
 
 
@@ -34,7 +32,6 @@ CASES = {
         ["--model", "shufflenet_v2_x0_5", "--data-path", "{root}/good", "--weights", "V9"],
         ["V9", "did you mean shufflenet_v2_x0_5.DEFAULT?"],
     ),
-    "torn tar": (["--data-path", "{root}/torn_tar"], ["{root}/torn_tar/train.tar is truncated", "download it again"]),
 }
 
 
@@ -47,7 +44,6 @@ def test_one_line_and_exit_code_2(folders, tmp_path, case):
 
 
 def test_a_run_that_a_bad_image_ended_resumes_once_it_is_replaced(tmp_path):
-    """To the weights of a run that never met it."""
     images = write_images(tmp_path / "images", {"train": [5, 4], "val": [1, 1]})
     # The one of nine that the first epoch leaves out.
     bad = sorted((images / "train").rglob("*.jpg"))[torch.randperm(9, generator=torch.Generator().manual_seed(0))[8]]

@@ -117,7 +117,6 @@ def test_a_model_is_its_functions_whatever_the_files_name_and_one_that_trains_no
 
 
 def test_no_file_has_code_run_and_what_the_command_line_names_trains_and_is_evaluated(net, tmp_path):
-    """Neither an evaluation nor a tool nor a recipe runs a file that the command line does not name."""
     out, last = tmp_path / "out", tmp_path / "out" / "checkpoint.pth"
     images = write_images(tmp_path / "images", {"train": [4, 4], "val": [2, 2]})
     argv = ["--data-path", images, "--output-dir", out, *SIZES]

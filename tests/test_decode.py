@@ -199,7 +199,6 @@ def test_an_image_that_claims_too_much_is_refused_before_memory_is_spent(kind, s
 
 @pytest.mark.parametrize("backend", WAYS)
 def test_an_evaluation_makes_no_image_too_large_by_its_resize(backend):
-    """One pixel wide: resized to 256 on its shorter side it would take 11 GiB."""
     payload = encoded(Image.new("RGB", (1, 60000)), "JPEG")
     with pytest.raises(BadImageError, match="resized, 1 x 60000 pixels are 256 x 15360000 pixels; at most 89,478,485"):
         ClassificationPresetEval(crop_size=224, backend=backend).load(payload)

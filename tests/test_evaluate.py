@@ -59,7 +59,6 @@ def refusal(*argv) -> str:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """34 images of three classes in val."""
     return write_images(tmp_path_factory.mktemp("images"), {"val": COUNTS}) / "val"
 
 
@@ -79,7 +78,6 @@ def write_checkpoint(path: Path, names: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Of five classes, of which the images are three."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "five.pth", NAMES)
 
 
@@ -154,16 +152,20 @@ def test_the_page_and_the_confusion_are_those_of_the_scores(of_three, images, tm
     assert len(page) < 2e6
 
 
-def test_results_are_the_same_on_any_number_of_processes(checkpoint, images, tmp_path):
-    files, whole = [tmp_path / "results.json", tmp_path / "predictions.csv"], []
+def test_results_are_the_same_on_any_number_of_processes_and_after_a_kill(checkpoint, images, tmp_path):
+    files, whole = [tmp_path / "predictions.csv", tmp_path / "results.json"], []
     shutil.copytree(images / "class1", tmp_path / "part" / "class1")
-    argv = [checkpoint, "--set", f"val={images}", "--set", f"part={tmp_path / 'part'}", "--predictions", files[1]]
+    argv = [checkpoint, "--set", f"val={images}", "--set", f"part={tmp_path / 'part'}", "--predictions", files[0]]
+    argv += ["--json", files[1]]
+    assert run(tmp_path, *argv, fault=("os.replace", 1, "after")).codes == [-9]
+    left = {path: path.read_bytes() for path in files if path.exists()}
     for world_size in (1, 3):
-        outcome = run(tmp_path, *argv, "--json", files[0], world_size=world_size).check()
+        outcome = run(tmp_path, *argv, world_size=world_size).check()
         assert sum("95% of Acc@1" in output for output in outcome.outputs) == 1, outcome.output
-        whole.append([path.read_bytes() for path in files])
+        whole.append({path: path.read_bytes() for path in files})
     assert whole[0] == whole[1]
-    assert len(whole[0][1].splitlines()) == 1 + 34 + 12
+    assert left.items() < whole[0].items()
+    assert len(whole[0][files[0]].splitlines()) == 1 + 34 + 12
 
 
 def test_the_interval_is_that_of_a_plain_bootstrap():
@@ -293,16 +295,6 @@ def test_results_that_cannot_be_printed_and_a_bad_image_end_in_one_line(of_three
     assert len(lines) == 1 or not stdout
     assert 1 in outcome.codes
     assert stdout or not (tmp_path / "a.json").exists()
-
-
-def test_a_killed_evaluation_leaves_whole_files_and_can_be_started_again(checkpoint, images, tmp_path):
-    files = [tmp_path / "predictions.csv", tmp_path / "results.json"]
-    argv = [checkpoint, "--set", f"val={images}", "--predictions", files[0], "--json", files[1]]
-    assert run(tmp_path, *argv, fault=("os.replace", 1, "after")).codes == [-9]
-    left = {path: path.read_bytes() for path in files if path.exists()}
-    run(tmp_path, *argv).check()
-    assert left.items() < {path: path.read_bytes() for path in files}.items()
-    assert files[1] not in left
 
 
 # Evaluations of a run: when, on which images, and when it ends because nothing gets better.

@@ -138,7 +138,6 @@ def made(exported, tmp_path_factory):
 
 
 def test_json_stands_alone_on_standard_output_and_tables_say_the_same(made, tmp_path):
-    """With the warnings of libraries."""
     _, out, _, files = made
     hostile = tmp_path / "a <b>&, 'c'.jpg"
     hostile.write_bytes(Path(files[0]).read_bytes())
@@ -244,7 +243,6 @@ def test_mistakes_are_one_line(made, tmp_path, monkeypatch, capsys):
         ("predict", ["gone.pth", images], "gone.pth: no such file"),
         ("predict", [checkpoint, "gone.jpg"], "gone.jpg: no such file or folder"),
         ("predict", [checkpoint, "empty"], "empty holds no images"),
-        ("predict", [checkpoint, "gone.csv"], "gone.csv: no such file or folder"),
         ("predict", [checkpoint, "lost.csv"], "lost.csv, line 2: lost.jpg is no file; the column path"),
         ("predict", [checkpoint, "wrong.csv"], "label 'e' is no class's name in the checkpoint; correct or"),
         ("predict", ["two.pth", images], "has a classifier for 4 classes, but the data has 2"),

@@ -16,6 +16,7 @@ from loading.forms import open_named, open_source
 from tests.images import write_images
 from tests.ranks import run_ranks, tool_rank
 from tests.started import SMALL, run_train
+from tests.test_index import samples
 
 
 @pytest.fixture
@@ -43,10 +44,6 @@ def rows_of(folder: Path, split: str, base: Path | None = None) -> list[dict]:
     return [{"path": path, "label": found.classes[label]} for path, label in paths]
 
 
-def contents(source):
-    return [(source.name(number), source.label(number), source.read(number)) for number in range(len(source))]
-
-
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
 def test_a_list_of_class_folders_files_is_their_index(folder, ending):
     expected = {split: open_source(folder / split) for split in ("val", "train")}
@@ -56,23 +53,23 @@ def test_a_list_of_class_folders_files_is_their_index(folder, ending):
         for split, known in expected.items():
             found = open_source(folder / split)
             assert (found.form, found.classes, found.fingerprint()) == ("list", known.classes, known.fingerprint())
-            assert contents(found) == contents(known)
+            assert samples(found) == samples(known)
             assert [found.size(number) for number in range(len(known))] == list(map(known.size, range(len(known))))
             assert found.path(0) == str(folder / split / found.name(0))
 
 
 @pytest.mark.parametrize("is_absolute", [False, True])
 def test_photographs_may_lie_anywhere_even_where_folders_hide_them(folder, tmp_path, is_absolute):
-    expected, lists = [each[1:] for each in contents(open_source(folder / "train"))], tmp_path / "lists"
+    expected, lists = [each[1:] for each in samples(open_source(folder / "train"))], tmp_path / "lists"
     lists.mkdir()
     (folder / "train" / "class0" / "image000.jpg").rename(folder / "train" / "class0" / "._x.jpg")
     base = None if is_absolute else (folder / "train").rename(lists / ".photographs").parent
     rows = rows_of(folder, "train") if is_absolute else rows_of(lists, ".photographs", base)
     write_list(lists / "train.csv", rows)
     found = open_source(lists / "train")
-    assert [each[1:] for each in contents(found)] == expected
+    assert [each[1:] for each in samples(found)] == expected
     assert [found.path(number) for number in range(len(found))] == [str(lists / row["path"]) for row in rows]
-    assert all(name.startswith(found.classes[label] + "/") for name, label, _ in contents(found))
+    assert all(name.startswith(found.classes[label] + "/") for name, label, _ in samples(found))
 
 
 def test_one_list_holds_both_splits_if_it_says_of_which_each_image_is(folder):
@@ -109,7 +106,7 @@ def test_classes_txt_gives_the_order_and_an_evaluation_may_lack_some(folder, cap
         write_list(folder / f"{split}.csv", rows_of(folder, split, folder))
     found = open_source(folder / "val")
     assert found.classes == names
-    assert {(name.split("/")[0], label) for name, label, _ in contents(found)} == {(names[n], n) for n in range(3)}
+    assert {(name.split("/")[0], label) for name, label, _ in samples(found)} == {(names[n], n) for n in range(3)}
     assert "1 class of" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"1 class of .*train.csv, such as unseen, without images"):
         open_source(folder / "train")
@@ -235,7 +232,7 @@ def test_a_list_of_a_spreadsheet_on_windows_is_read(folder):
     """With semicolons, a byte order mark, line ends of two characters and backslashes, but for a name that has one."""
     odd = next((folder / "val").rglob("*.jpg"))
     odd.rename(odd.with_name("a\\b.jpg"))
-    expected = {split: contents(open_source(folder / split)) for split in ("train", "val")}
+    expected = {split: samples(open_source(folder / split)) for split in ("train", "val")}
     for split, known in expected.items():
         rows = [(row["path"], row["label"]) for row in rows_of(folder, split, folder)]
         rows = [(path if "\\" in path else path.replace("/", "\\"), label) for path, label in rows]
@@ -243,7 +240,7 @@ def test_a_list_of_a_spreadsheet_on_windows_is_read(folder):
         (folder / f"{split}.csv").write_bytes("\r\n".join(lines).encode("utf-8-sig"))
         found = open_source(folder / split)
         assert found.form == "list"
-        assert contents(found) == known
+        assert samples(found) == known
 
 
 def test_labels_that_look_alike_are_told_by_every_start(folder, tmp_path):

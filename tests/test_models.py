@@ -33,7 +33,6 @@ from tests.ranks import some_slow
 
 
 def test_the_average_of_every_shape_and_type_is_that_of_its_formula_and_a_reset_one_a_copy():
-    """One element, none, no dimension, tied, float16, and buffers; what is no float is copied."""
     model = nn.Module()
     shapes = {"matrix": (3, 2), "one": (1,), "none": (0,), "scalar": (), "float16": (3,), "complex64": (2,)}
     for name, shape in shapes.items():

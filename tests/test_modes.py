@@ -231,7 +231,6 @@ def test_a_range_that_is_not_used_is_said_with_its_share(tmp_path, kind):
 
 
 TURNED = Decoding(exif=True)
-FORMS = ("JPEG", "PNG", "WEBP", "TIFF", "AVIF", "progressive", "grey", "XMP")
 
 
 def as_stored(form, orientation):
@@ -253,7 +252,7 @@ def upright(payload):
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "progressive", "grey", "XMP"])
 @pytest.mark.parametrize("orientation", range(10))
 def test_boxes_of_turned_images_are_those_of_pillow(form, orientation):
     payload = as_stored(form, orientation)

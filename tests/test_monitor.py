@@ -66,9 +66,7 @@ def points_of(records):
 
 
 @pytest.mark.dist
-def test_records_are_of_equal_windows_and_the_same_over_kills_and_other_numbers_of_processes(
-    finished, image_folder, tmp_path
-):
+def test_records_are_of_equal_windows_and_the_same_over_kills_and_on_any_processes(finished, image_folder, tmp_path):
     records = read_records(finished)
     assert [r["step"] for r in records if r["kind"] == "train"] == [5, 10, 12]  # the last window is the run's rest
     # Killed inside a window, and after one has ended before its record was due to be read, on 1 and on 2 processes.
@@ -123,9 +121,7 @@ def test_a_metrics_file_that_is_lost_is_opened_anew_or_the_end_says_what_is_miss
     assert outcome.output.count(f"warning: {lacking}\n") == is_for_ever
 
 
-def test_windows_are_means_over_their_steps_and_an_epochs_loss_is_one_number_everywhere(
-    finished, image_folder, tmp_path
-):
+def test_windows_are_means_of_steps_and_an_epochs_loss_is_one_number_everywhere(finished, image_folder, tmp_path):
     train_in(tmp_path, image_folder, "--print-freq", 1).check()
     each_step = [record for record in read_records(tmp_path / "run") if record["kind"] == "train"]
     assert [record["step"] for record in each_step] == list(range(1, 13))

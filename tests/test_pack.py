@@ -128,7 +128,6 @@ def test_interrupted_and_run_again_it_writes_the_same_bytes(source, short_side, 
 
 
 def test_a_complete_pack_is_left_alone_and_a_lost_or_damaged_shard_written_again(source, short_side, tmp_path):
-    """Also one of an earlier version that lacks an image."""
     out = shutil.copytree(short_side[0], tmp_path / "copy")
     before = times(out.glob("*.tar"))
     command = ["--data-path", source, out, "--short-side", 48, "--workers", 1]

@@ -201,7 +201,6 @@ def test_timms_weights_are_prepared_as_their_tag_says():
 
 
 def test_weights_that_fit_and_mean_something_else_are_refused(made, tmp_path):
-    """Of the same names and shapes: in 8 bits, of a model with other padding, or with another activation."""
     folder, model = made
     argv = ["--test-only", "--data-path", folder / "images", *MACHINE, "--model", TIMMS, "--weights"]
     state = model.state_dict()
@@ -239,7 +238,6 @@ def taken(*argv):
 
 
 def test_timms_models_are_given_images_as_timms_config_says():
-    """The oracle is timm's own rule for evaluation; training crops have the same size."""
     for name in ("test_vit", "vit_small_patch16_224", "resnet10t", "tf_efficientnet_lite1"):
         args, notes = taken("--model", f"timm/{name}")
         expected = timm.data.resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())

@@ -17,17 +17,14 @@ from sampler import RASampler, TrainSampler, VirtualShards
 from tests.ranks import run_check
 
 
-def batches_of(sampler):
-    batches = BatchSampler(sampler, sampler.shards.batch_size, drop_last=False)
-    return [[(int(key), key.epoch, key.repetition) for key in batch] for batch in batches]
-
-
 def on_all_ranks(build, num_shards, world_size, *, epoch=0, global_batch_size=8):
     batches = {}
     for rank in range(world_size):
         sampler = build(VirtualShards(global_batch_size, num_shards, rank, world_size))
         sampler.set_epoch(epoch)
-        own = dict(zip(sampler.addresses(), batches_of(sampler), strict=True))
+        keys = BatchSampler(sampler, sampler.shards.batch_size, drop_last=False)
+        keys = [[(int(key), key.epoch, key.repetition) for key in batch] for batch in keys]
+        own = dict(zip(sampler.addresses(), keys, strict=True))
         assert len(sampler) == sum(map(len, own.values()))
         assert not own.keys() & batches.keys()
         batches |= own
@@ -114,7 +111,6 @@ def test_the_repeated_sampler_for_scripts_is_torchvisions(num_replicas, repetiti
 @pytest.mark.parametrize("needs_same_bits", [False, True])
 @pytest.mark.parametrize("num_shards", range(1, 17))
 def test_world_sizes_that_can_compute_the_shards(num_shards, needs_same_bits):
-    """Those that divide them; for the same bits one process, or a power of two of shards on each."""
     for world_size in range(1, num_shards + 3):
         num_local, rest = divmod(num_shards, world_size)
         can = rest == 0 and (not needs_same_bits or world_size == 1 or num_local.bit_count() == 1)

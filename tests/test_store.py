@@ -186,10 +186,6 @@ def test_curves_that_were_lost_are_drawn_again_at_the_next_start_even_if_the_clo
     assert read_points(tmp_path) == {"train/loss": [(1, 1.0), (2, 2.0), (3, 30.0)]}
 
 
-def node_environment(rank, world_size, port):
-    return {**torchrun_environment(rank, world_size, port), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-
-
 def node_rank(argv, faults=()):
     train_rank([word.replace("RANK", os.environ["RANK"]) for word in argv], faults)
 
@@ -197,8 +193,9 @@ def node_rank(argv, faults=()):
 def run_nodes(started, tmp_path, out, *argv, faults=()):
     words = [*started.argv, "--batch-size", 4, "--global-batch-size", 8, "--output-dir", tmp_path / out, *argv]
     words += ["--save-per-node", "--epochs", 2, "--keep-last", 2]
-    arguments = list(map(str, words)), list(faults)
-    return run_ranks(node_rank, 2, *arguments, log_folder=tmp_path, launcher=node_environment)
+    arguments, alone = [list(map(str, words)), list(faults)], {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    nodes = lambda *rank: torchrun_environment(*rank) | alone  # noqa: E731
+    return run_ranks(node_rank, 2, *arguments, log_folder=tmp_path, launcher=nodes)
 
 
 def contents(out):

@@ -68,7 +68,6 @@ def test_cutmix_is_torchvisions_for_the_same_box(box):
 
 
 def test_each_image_is_mixed_by_draws_of_its_own():
-    """Each is its own blend with its neighbour, or has a rectangle of it, or neither; its target says how much."""
     odds = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "prob": 0.7, "switch_prob": 0.25}
     mixing = transforms.get_mixup_cutmix(**odds, num_classes=64, mode="elem")
     image, target = torch.rand(64, 3, 10, 12, generator=torch.Generator().manual_seed(0)), torch.arange(64)
