@@ -91,9 +91,14 @@ def measure(measured, print_freq=100):
     return train.measure(nn.Identity(), nn.CrossEntropyLoss(), loader, "cpu", print_freq, metrics=measured)
 
 
-def test_a_metric_of_ones_own_has_the_numbers_of_its_images():
+def test_an_evaluation_and_a_metric_of_ones_own_have_the_numbers_counted_by_hand():
     result = measure([metrics.Accuracy(), ClassAccuracy(NUM_CLASSES), EvenImages()])
     scores, labels = scored_images()
+    losses = [-math.log(row.exp()[label] / row.exp().sum()) for row, label in zip(scores, labels, strict=True)]
+    assert result["loss"] == pytest.approx(sum(losses) / NUM_IMAGES, rel=1e-6)  # float32 means of batches
+    assert result["acc5"] == 100.0  # four classes: every image's is among the best four
+    loader = DataLoader(TensorDataset(scores, labels), 4)
+    assert train.evaluate(nn.Identity(), nn.CrossEntropyLoss(), loader, "cpu") == result["acc1"]
     hits = [row.index(max(row)) == label for row, label in zip(scores.tolist(), labels.tolist(), strict=True)]
     by_class = [[hit for hit, label in zip(hits, labels.tolist(), strict=True) if label == c] for c in range(3)]
     assert result["by_class"][:3] == [100 * sum(each) / len(each) for each in by_class]

@@ -130,8 +130,6 @@ def test_batches_are_normalised_then_erased_then_mixed_in_the_memory_order_that_
     assert torch.equal(pixels, kept)
 
 
-SIZES = [(67, 45), (33, 80), (50, 50), (19, 24)]  # width, height; the last is smaller than the crop
-MODES = ["BILINEAR", "BICUBIC", "NEAREST"]
 NORMALIZE = [tv.ConvertImageDtype(torch.float), tv.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
 POLICIES = {
     None: None,
@@ -142,8 +140,8 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [(67, 45), (33, 80), (50, 50), (19, 24)])  # the last is smaller than the crop
+@pytest.mark.parametrize("mode", ["BILINEAR", "BICUBIC", "NEAREST"])
 @pytest.mark.parametrize("backend", ["pil", "PIL", "tensor"])
 def test_evaluation_pixels_are_torchvisions(size, mode, backend):
     image, interpolation = picture(*size), InterpolationMode[mode]
