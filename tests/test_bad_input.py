@@ -63,9 +63,7 @@ def test_a_run_that_a_bad_image_ended_resumes_once_it_is_replaced(tmp_path):
 
 
 @pytest.mark.dist
-def test_a_command_that_torchrun_starts_again_is_refused_once_each_time_and_before_torch_is_imported(
-    folders, torchrun, monkeypatch
-):
+def test_a_command_that_torchrun_starts_again_is_refused_before_torch_is_imported(folders, torchrun, monkeypatch):
     monkeypatch.setenv("PET_MAX_RESTARTS", "1")
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     done = torchrun(2, "--data-path", str(folders / "nowhere"))

@@ -28,10 +28,7 @@ NUM_CLASSES = 5
 
 
 def expected_loss(first, second, taught, target, *, is_soft, alpha, temperature, smoothing):
-    """Return DeiT's loss in float64.
-
-    (1 - alpha) CE(first, target) + alpha CE(second, argmax taught), or alpha T^2 KL(taught / T || second / T).
-    """
+    """(1 - alpha) CE(first, target) + alpha CE(second, argmax taught), or alpha T^2 KL(taught / T || second / T)."""
     first, second, taught = first.double(), second.double(), taught.double()
     shares = (target if target.ndim == 2 else nn.functional.one_hot(target, first.size(1))).double()
     base = -((shares * (1 - smoothing) + smoothing / first.size(1)) * first.softmax(1).log()).sum(1)

@@ -211,7 +211,6 @@ def first_loss(record):
 CHANGES = {
     "the seed of the recipe": (lambda record: edit(record, "recipe.toml", "seed = 5", "seed = 6"), 1, "seed is 5"),
     "the rate": (lambda record: edit(record, "recipe.toml", "lr = 0.1", "lr = 0.2"), 1, "step 2: loss is"),
-    "a loss": (lambda record: edit(record, "metrics.jsonl", first_loss(record), "0.5"), 1, "step 2: loss is 0.5"),
     "the photographs": (lambda record: None, 1, "other photographs than the record's"),
     "the threads": (lambda record: None, 0, "equal in 4 steps: every bit"),
     "another torch": (lambda record: edit(record, "record.json", '"torch": "', '"torch": "1'), 2, "has no tolerance"),
@@ -459,19 +458,12 @@ def test_runs_are_ranked_on_the_set_that_chooses_the_best_by_one_metric(tmp_path
     assert [row[:3] for row in rows] == [[str(runs[0]), "50", "val"], [str(runs[1]), "20", "val"]]
 
 
-def test_numbers_and_names_that_cannot_be_drawn_are_left_out_or_cut(tmp_path):
+def test_damaged_lines_odd_files_and_what_cannot_be_drawn_are_passed_over_or_cut(tmp_path):
     run = write_run(tmp_path / "run")
     (run / "run.json").write_text('{"command": 3}')
     odd = {"kind": "k" * 100_000, "m" * 100_000: 1.0, "$\\frac{": 1.0, "step": 9, "epoch": 0, "time": 1.0}
-    with open(run / "metrics.jsonl", "a") as file:
-        for record in (odd, odd | {"kind": "train", "loss": 1.7e308}, odd | {"kind": "train", "loss": -1.7e308}):
-            file.write(json.dumps(record) + "\n")
-    assert report.write_report([run]).stat().st_size < 2e6
-
-
-def test_damaged_lines_and_odd_files_are_passed_over(tmp_path):
-    run = write_run(tmp_path / "run")
-    lines = (run / "metrics.jsonl").read_bytes().splitlines()
+    odd = [odd, odd | {"kind": "train", "loss": 1.7e308}, odd | {"kind": "train", "loss": -1.7e308}]
+    lines = [*(run / "metrics.jsonl").read_bytes().splitlines(), *(json.dumps(each).encode() for each in odd)]
     lines += [b'{"kind": "val", "step": 99, "epoch": 1, "time": 1, "hours": [1]}']
     lines[1:1] = [b"\xff\x00", b"[]", b'{"kind": "val"}', b'{"kind":"train","step":5,"epoch":0,"loss":NaN,"time":1}']
     (run / "metrics.jsonl").write_bytes(b"\n".join(lines) + b'\n{"kind": "tr')
@@ -480,9 +472,10 @@ def test_damaged_lines_and_odd_files_are_passed_over(tmp_path):
     (tmp_path / "secret").write_text("==== secret")
     (run / "picture.png").symlink_to(tmp_path / "secret")
     assert set(report.LoggedRun(run).points("train", "loss")) == {1, 10, 11, 20}
-    for counts in ("[]", "{", '{"classes": 3}', json.dumps({**COUNTS, "confusion": {}})):
+    for counts in ("[]", '{"classes": 3}', json.dumps({**COUNTS, "confusion": {}})):
         (run / "picture-counts-00000020.json").write_text(counts)
-        assert 'alt="picture' not in report.write_report([run]).read_text()
+        assert 'alt="picture' not in (page := report.write_report([run]).read_text())
+        assert len(page) < 2e6
     (run / "metrics.jsonl").write_bytes(b"")
     assert "No records yet" in report.write_report([run]).read_text()
 

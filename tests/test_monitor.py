@@ -109,9 +109,7 @@ def lose_the_file(is_for_ever):
 
 
 @pytest.mark.parametrize("is_for_ever", [False, True])
-def test_a_metrics_file_that_is_lost_is_opened_anew_or_the_end_says_what_is_missing(
-    is_for_ever, finished, image_folder, tmp_path
-):
+def test_a_lost_metrics_file_is_opened_anew_or_the_end_says_its_lack(is_for_ever, finished, image_folder, tmp_path):
     outcome = train_in(tmp_path, image_folder, prepare=(lose_the_file, is_for_ever)).check()
     expected = read_records(finished)
     lacking = f"metrics.jsonl in {tmp_path / 'run'} lacks its last {len(expected) - 1} records" if is_for_ever else ""

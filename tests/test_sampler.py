@@ -81,10 +81,7 @@ def test_no_image_is_mixed_with_itself_where_another_order_exists(repetitions, n
 
 
 def torchvisions_repeated(num_images, num_replicas, rank, seed, epoch, repetitions):
-    """What torchvision's sampler says that it does, by lists: shuffle, repeat, pad, deal out, cut.
-
-    But for one difference: it cuts to a multiple of 256 images.
-    """
+    """As torchvision's sampler says that it does, but for its cut to a multiple of 256: shuffle, repeat, pad, deal."""
     order = torch.randperm(num_images, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
     repeated = [image for image in order for _ in range(repetitions)]
     num_samples = math.ceil(num_images * repetitions / num_replicas)
