@@ -16,7 +16,6 @@ import torch
 
 from errors import UserError
 from scripts import benchmark, gpu_report, race, tool
-from scripts.gpu_report import Row
 from settings import config
 from tests.exports import refused, run_tool
 from tests.ranks import module_rank, run_ranks, tool_rank
@@ -142,9 +141,9 @@ def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder,
 
 
 @pytest.mark.parametrize(("row", "limit_s", "words"), [
-    (Row("a", ["-c \"raise SystemExit('train.py: error: no memory')\""], str), 60, "no memory"),
-    (Row("a", ["-c 'import time; time.sleep(60)'"], str), 0, "20 minutes are over"),
-    (Row("a", [], gpu_report.read_step), 60, "FileNotFoundError"),
+    (gpu_report.Row("a", ["-c \"raise SystemExit('train.py: error: no memory')\""], str), 60, "no memory"),
+    (gpu_report.Row("a", ["-c 'import time; time.sleep(60)'"], str), 0, "20 minutes are over"),
+    (gpu_report.Row("a", [], gpu_report.read_step), 60, "FileNotFoundError"),
 ])  # fmt: skip
 def test_what_fails_has_no_result_and_a_line_that_says_why(row, limit_s, words, tmp_path, capsys):
     assert gpu_report.measure(row, tmp_path, time.monotonic() + limit_s) is None
@@ -189,7 +188,7 @@ def test_torchvisions_rate_counts_the_wait_for_data(tmp_path):
 def test_a_rate_is_judged_by_one_process_the_cards_peak_and_a_published_one():
     # ResNet-50 has 4.09 G products of the forward pass (torchvision's page), a third of those of a step.
     assert gpu_report.count_flops("resnet50", None) == pytest.approx(6 * 4.09e9, rel=0.01)
-    row = Row("resnet50", [], str, "resnet50")
+    row = gpu_report.Row("resnet50", [], str, "resnet50")
     for rate, is_bad in {1500: True, 2000: False}.items():
         found = {"images_per_s": rate}
         gpu_report.judge(row, found, {}, "NVIDIA H100 80GB HBM3", None)

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import timm.data
 import timm.scheduler
 import torch
 import torchvision
@@ -20,7 +19,6 @@ from errors import UserError, find_timm_config
 from models.optim import lr_at
 from scripts import tool
 from settings import choices, config, options, other_scripts
-from settings.options import BY_NAME
 
 DATA = ["--data-path", "images"]
 
@@ -100,23 +98,24 @@ def test_a_run_cannot_write_into_its_own_images(tmp_path, monkeypatch):
 def test_no_list_of_names_holds_one_twice():
     values = {"metrics": "f1", "extensions": ".avif", "logger": "tensorboard", "eval_data": "a=b"}
     values["model_kwargs"] = "width=8"
-    lists = {option.dest for option in BY_NAME.values() if option.nargs in ("*", "+")}
+    lists = {option.dest for option in options.BY_NAME.values() if option.nargs in ("*", "+")}
     assert values.keys() == lists - {"mean", "std", "lr_milestones"}  # of numbers, which may be equal
     for dest, value in values.items():
-        message = refusal(*DATA, f"{BY_NAME[dest].flag}", value, value)
-        assert BY_NAME[dest].flag in message
+        message = refusal(*DATA, f"{options.BY_NAME[dest].flag}", value, value)
+        assert options.BY_NAME[dest].flag in message
         assert re.search("twice|two loggers|a different NAME", message)
     assert parse("--extensions", ".AVIF", "--extensions", ".heic").extensions == [".avif", ".heic"]
 
 
 def test_an_address_is_refused_wherever_a_local_path_is_needed_without_its_secrets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    texts = {option.dest for option in BY_NAME.values() if option.type in (str, options.lower) and not option.choices}
+    table, types = options.BY_NAME.values(), (str, options.lower)
+    texts = {option.dest for option in table if option.type in types and not option.choices}
     for dest in sorted(texts - {"list_recipes", "device", *options.TAKES_ADDRESS}):
-        message = refusal(*DATA, f"{BY_NAME[dest].flag}=s3://me:secret@bucket/run")
+        message = refusal(*DATA, f"{options.BY_NAME[dest].flag}=s3://me:secret@bucket/run")
         assert "secret" not in message or dest in ("recipe", "model"), message
         if dest != "recipe":  # "no such recipe"
-            assert message.startswith(f"{BY_NAME[dest].flag} s3://...: expected a local path, not an address; ")
+            assert message.startswith(f"{options.BY_NAME[dest].flag} s3://...: expected a local path, not an address; ")
             assert "aws s3 sync" in message
     assert not list(tmp_path.iterdir())
 

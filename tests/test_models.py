@@ -8,8 +8,6 @@ import timm
 import torch
 import torchvision
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
-from torchvision.models import list_models
 
 import data
 import metrics
@@ -47,7 +45,7 @@ def test_the_average_of_every_shape_and_type_is_that_of_its_formula_and_a_reset_
                 value.fill_(step)
         average.update_parameters(model)
     found = average.state_dict()
-    AveragedModel(model, use_buffers=True).load_state_dict(found)
+    torch.optim.swa_utils.AveragedModel(model, use_buffers=True).load_state_dict(found)
     assert found.pop("n_averaged") == 4
     for name, value in model.state_dict(prefix="module.").items():
         mean = 0.75**3 * 1 + 0.25 * (0.75**2 * 2 + 0.75 * 5 + 11)  # exact in float16 too
@@ -292,7 +290,7 @@ REPRESENTATIVE = [
     "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small", "regnet_y_400mf",
     "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t",
 ]  # fmt: skip
-OTHERS = sorted(set(list_models(module=torchvision.models)) - set(REPRESENTATIVE))
+OTHERS = sorted(set(torchvision.models.list_models(module=torchvision.models)) - set(REPRESENTATIVE))
 
 
 @pytest.mark.parametrize("name", some_slow([*REPRESENTATIVE, *OTHERS], OTHERS))

@@ -14,14 +14,10 @@ import timm
 import torch
 import torchvision
 from PIL import Image, ImageOps
-from timm.data.loader import adapt_to_chs
-from timm.models import adapt_input_conv
 from torchvision import transforms
-from torchvision.transforms import functional
 
 from errors import BadImageError, UserError
-from loading import decode
-from loading.decode import AS_STORED, Decoding, ImageFile, decode_plainly, load_image, unused_range
+from loading.decode import AS_STORED, Decoding, ImageFile, can_read_heic, decode_plainly, load_image, unused_range
 from loading.forms import open_source
 from models.build import build_model
 from presets import ClassificationPresetEval, ClassificationPresetTrain
@@ -259,7 +255,7 @@ def test_boxes_of_turned_images_are_those_of_pillow(form, orientation):
     expected = upright(payload)
     file = ImageFile(payload, TURNED)
     assert file.size == expected.size
-    pixels = functional.pil_to_tensor(expected)
+    pixels = transforms.functional.pil_to_tensor(expected)
     for top, left, height, width in ((0, 0, *pixels.shape[1:]), (3, 5, 20, 31), (90, 60, 17, 9), (0, 0, 9, 40)):
         found = file.decode(top, left, height, width)
         assert torch.equal(found, pixels[:, top : top + height, left : left + width]), (top, left)
@@ -357,7 +353,7 @@ def test_heic_without_its_package_is_refused_in_one_line(tmp_path, monkeypatch):
     payload = (folder / "train" / "class0" / "z.heic").read_bytes()
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     monkeypatch.delitem(Image.OPEN, "HEIF")
-    decode.can_read_heic.cache_clear()
+    can_read_heic.cache_clear()
     (folder / "val.csv").write_text("path,label\ntrain/class0/z.heic,a\ntrain/class0/image000.jpg,b\n")
     (folder / "val").rename(tmp_path / "moved")
     try:
@@ -368,7 +364,7 @@ def test_heic_without_its_package_is_refused_in_one_line(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=r"lists 1 HEIC file, such as 'train/class0/z.heic', which needs"):
             open_source(folder / "val")
     finally:
-        decode.can_read_heic.cache_clear()
+        can_read_heic.cache_clear()
 
 
 def test_a_pack_keeps_the_tag_and_its_range_and_an_older_one_is_refused(tmp_path):
@@ -471,8 +467,8 @@ def resolved(*words):
 def test_mean_and_deviation_are_by_default_those_of_timm():
     for in_chans in MODES:
         args = resolved("--in-chans", str(in_chans))
-        imagenets = config.IMAGENET_MEAN, config.IMAGENET_STD
-        assert [tuple(args.mean), tuple(args.std)] == [adapt_to_chs(values, in_chans) for values in imagenets]
+        for ours, imagenets in (args.mean, config.IMAGENET_MEAN), (args.std, config.IMAGENET_STD):
+            assert tuple(ours) == timm.data.loader.adapt_to_chs(imagenets, in_chans)
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -498,12 +494,12 @@ def test_first_layers_are_adapted_as_in_timm(tmp_path, capsys):
             args = resolved("--model", name, "--in-chans", str(in_chans))
             found = build_model(args, 1000, weights, "x").state_dict()
             assert f"x: {first} of 3 channels is" in capsys.readouterr().out
-            assert torch.equal(found[first], adapt_input_conv(in_chans, weights[first].clone()))
+            assert torch.equal(found[first], timm.models.adapt_input_conv(in_chans, weights[first].clone()))
             assert all(torch.equal(each, found[key]) for key, each in weights.items() if key != first)
             with pytest.raises(UserError, match="x is for 3 channels, but --in-chans is"):
                 build_model(args.replaced(test_only=True), 1000, weights, "x")
         back = build_model(resolved("--model", name), 1000, found, "x").state_dict()
-        assert torch.equal(back[first], adapt_input_conv(3, found[first].clone(), base_chans=4))
+        assert torch.equal(back[first], timm.models.adapt_input_conv(3, found[first].clone(), base_chans=4))
     (tmp_path / "net.py").write_text("def a(num_classes):\n    pass\n")
     with pytest.raises(UserError, match="unexpected keyword argument 'in_chans'"):
         build_model(resolved("--model", f"{tmp_path / 'net.py'}:a", "--in-chans", "1"), 5)

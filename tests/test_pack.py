@@ -15,12 +15,10 @@ import numpy
 import pytest
 from PIL import Image, ImageFile
 from torchvision import datasets
-from torchvision.datasets import imagenet
 
 from loading.forms import open_source
 from scripts import pack, prepare
 from tests import archives
-from tests.archives import tar_of
 from tests.exports import refused
 from tests.images import FILES, encoded, run_pack, write_images
 from tests.ranks import Outcome, run_ranks, tool_rank
@@ -203,7 +201,7 @@ def test_bad_input_is_one_line_and_exit_code_2(source, tmp_path, command, words)
     (tmp_path / "tars" / "train-000000.tar").write_bytes(b"precious")
     (tmp_path / "damaged" / "manifest.json").write_text('{"kind": "touchstone pack", "format": 1, "splits": {}}')
     for name in ("train", "val"):
-        (tmp_path / "dots" / f"{name}.tar").write_bytes(tar_of({"...tar": tar_of({"a.jpg": b"a"})}))
+        (tmp_path / "dots" / f"{name}.tar").write_bytes(archives.tar_of({"...tar": archives.tar_of({"a.jpg": b"a"})}))
     assert words in refused(run_pack(tmp_path, *command.format(source=source, tmp=tmp_path).split()), "pack", 2)
     assert (tmp_path / "tars" / "train-000000.tar").read_bytes() == b"precious"
 
@@ -366,7 +364,7 @@ def test_a_damaged_archive_is_refused_in_one_line(official, tmp_path, kind):
 
 @pytest.mark.parametrize("name", [TRAIN, DEVKIT])
 def test_another_archive_than_the_official_one_is_refused_before_anything_is_written(official, tmp_path, name):
-    assert dict(imagenet.ARCHIVE_META.values()) == prepare.MD5
+    assert dict(datasets.imagenet.ARCHIVE_META.values()) == prepare.MD5
     source = [official / (VAL if name == DEVKIT else name), official / DEVKIT]
     assert f"{official / name} has the MD5" in error_line(run_prepare(tmp_path, *source, tmp_path / "out"))
     assert not list(tmp_path.glob("out/*"))

@@ -17,8 +17,6 @@ import timm
 import torch
 import torchvision
 from PIL import Image, ImageOps
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import data
@@ -319,8 +317,8 @@ def test_weights_and_safetensors_load_into_torchvision_bear_their_hash_and_say_w
     where = {"model_dir": str(tmp_path), "check_hash": True, "progress": False, "weights_only": True}
     assert differing(torch.hub.load_state_dict_from_url(path.as_uri(), **where), expected) == []
     path = out / f"{MODEL}.safetensors"
-    assert differing(load_file(path), expected) == []
-    with safe_open(path, "pt") as file:
+    assert differing(safetensors.torch.load_file(path), expected) == []
+    with safetensors.safe_open(path, "pt") as file:
         texts = file.metadata()
     assert (texts["model"], json.loads(texts["classes"])) == (MODEL, CLASSES)
     preprocessing = json.loads(texts["preprocessing"])
@@ -529,8 +527,8 @@ def test_mistakes_are_one_line(made, tmp_path, monkeypatch, capsys):
 def test_damaged_description_is_one_line(made, tmp_path):
     _, out, images, _ = made
     path = out / f"{MODEL}.safetensors"
-    with safe_open(path, "pt") as file:
-        texts, weights = file.metadata(), load_file(path)
+    with safetensors.safe_open(path, "pt") as file:
+        texts, weights = file.metadata(), safetensors.torch.load_file(path)
     preprocessing = json.loads(texts["preprocessing"])
     for change in (
         {"preprocessing": json.dumps({**preprocessing, "crop_size": -1})},

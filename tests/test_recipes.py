@@ -13,7 +13,6 @@ import timm.scheduler
 import timm.utils
 import torch
 import torchvision
-from timm.data.mixup import mixup_target
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, SequentialLR, StepLR
 from torchvision.transforms import autoaugment
@@ -350,7 +349,7 @@ def test_losses_are_the_sources(name, share):
     pairs = [(share, target), (1 - share, target.roll(1))]
     mixed = sum(weight * nn.functional.one_hot(hard, 10) for weight, hard in pairs)
     # timm mixes with the images in their opposite order.
-    timms = sum(weight * mixup_target(hard, 10, 1.0, args.label_smoothing) for weight, hard in pairs)
+    timms = sum(weight * timm.data.mixup.mixup_target(hard, 10, 1.0, args.label_smoothing) for weight, hard in pairs)
     if args.bce_loss:
         expected = timm.loss.BinaryCrossEntropy(target_threshold=args.bce_target_thresh)(output, timms)
     elif needs_timm(args):

@@ -16,7 +16,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from checkpointing import folder as folders
 from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import RunState
-from checkpointing.folder import CheckpointFolder
 from checkpointing.status import StatusFile
 from checkpointing.store import CheckpointManager
 from errors import StorageError
@@ -32,7 +31,7 @@ from tests.started import damage_flipped, refused, run_train, state_of
 
 @pytest.fixture
 def folder(tmp_path):
-    files = CheckpointFolder(tmp_path / "out")
+    files = folders.CheckpointFolder(tmp_path / "out")
     files.acquire()
     files.claim("", None, FixedRun(0))
     return files
@@ -233,7 +232,7 @@ def test_nodes_that_share_a_folder_have_one_writer(started, tmp_path):
 
 
 def hold(out):
-    CheckpointFolder(Path(out)).acquire()
+    folders.CheckpointFolder(Path(out)).acquire()
     time.sleep(60)
 
 
@@ -279,7 +278,7 @@ def test_no_link_in_the_output_folder_is_written_through(started, tmp_path, name
 def small_checkpoint(tmp_path):
     state = state_at(3, args={"lr": 0.1, "given": ["lr"]}, best={"metric": "val/acc1", "value": 50.0, "step": 3})
     state["model"] = {f"layer{index}": torch.arange(100.0 * index, 100.0 * index + 60) for index in range(4)}
-    assert CheckpointFolder(tmp_path).save(state) is None
+    assert folders.CheckpointFolder(tmp_path).save(state) is None
     return (tmp_path / "checkpoint.pth").read_bytes()
 
 
