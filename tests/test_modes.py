@@ -516,7 +516,7 @@ def test_evaluation_and_tools_take_the_channels_from_the_checkpoint(image_folder
     for words in (["--resume", out / "checkpoint.pth"], ["--weights", out / "checkpoint.pth", *SMALL]):
         assert line in run_train(tmp_path, *argv, *words).check().output
     refused(run_train(tmp_path, *argv, *SMALL, "--weights", out / "best.pth", "--in-chans", 3), "give --in-chans 1")
-    run_tool(tmp_path, "export", out / "best.pth", "--format", "weights", "onnx", "--output", tmp_path / "out")
+    run_tool(tmp_path, "export", out / "best.pth", "--format", "weights", "torch-export", "--output", tmp_path / "out")
     shares = []
     for file in [out / "best.pth", *(file for file in (tmp_path / "out").iterdir() if file.suffix != ".json")]:
         _, text = run_tool(tmp_path, "predict", file, images / "val", "--json")

@@ -294,11 +294,14 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     checkpoint = write_checkpoint(folder)
     forms = ["--format", "weights", "safetensors", "onnx", "torch-export"]
-    return checkpoint, folder / "out", run_tool(folder, "export", checkpoint, *forms, "--output", folder / "out")[1]
+    output = run_tool(folder, "export", checkpoint, *forms, "--output", folder / "out")[1]
+    images = write_images(folder / "images", {"train": [2, 1], "val": [2]}, size=(60, 50))  # some lie deeper
+    (images / "notes.txt").write_text("no image")
+    return checkpoint, folder / "out", output, images, sorted(map(str, images.rglob("*.jpg")))
 
 
 def test_only_whole_files_are_there_and_the_output_names_each(exported):
-    _, out, output = exported
+    _, out, output, *_ = exported
     names = {path.name for path in out.iterdir()}
     files = json.loads((out / f"{MODEL}.json").read_text())["files"]
     assert names == {*files, f"{MODEL}.json"}
@@ -311,7 +314,7 @@ def test_only_whole_files_are_there_and_the_output_names_each(exported):
 
 
 def test_weights_and_safetensors_load_into_torchvision_bear_their_hash_and_say_what_they_are(exported, tmp_path):
-    checkpoint, out, _ = exported
+    checkpoint, out, *_ = exported
     path, expected = next(out.glob("*.pth")), plain_model(checkpoint).state_dict()
     assert path.name == f"{MODEL}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}.pth"
     where = {"model_dir": str(tmp_path), "check_hash": True, "progress": False, "weights_only": True}
@@ -331,7 +334,7 @@ def test_weights_and_safetensors_load_into_torchvision_bear_their_hash_and_say_w
 
 
 def test_onnx_and_programs_take_any_number_of_images_and_need_no_other_file(exported):
-    checkpoint, out, _ = exported
+    checkpoint, out, *_ = exported
     model, program = plain_model(checkpoint), torch.export.load(out / f"{MODEL}.pt2").module()
     alone = (out / f"{MODEL}.onnx").read_bytes()  # from memory, so that no other file can be read
     session = pytest.importorskip("onnxruntime").InferenceSession(alone, providers=["CPUExecutionProvider"])
@@ -346,8 +349,8 @@ def test_onnx_and_programs_take_any_number_of_images_and_need_no_other_file(expo
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_the_page_shows_how_to_use_it_without_this_project(made, tmp_path):
-    checkpoint, out, _, files = made
+def test_the_page_shows_how_to_use_it_without_this_project(exported, tmp_path):
+    checkpoint, out, *_, files = exported
     (block,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "tools.md").read_text(), flags=re.S)
     code = block.replace("published/resnet50.onnx", f"{out / MODEL}.onnx").replace("photos/1.jpg", files[0])
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -358,7 +361,7 @@ def test_the_page_shows_how_to_use_it_without_this_project(made, tmp_path):
 
 
 def test_average_lies_beside_the_raw_weights_and_another_checkpoint_is_refused(exported, tmp_path):
-    checkpoint, _, _ = exported
+    checkpoint, *_ = exported
     for extra in ([], ["--ema"]):
         run_tool(tmp_path, "export", checkpoint, "--format", "weights", "--output", tmp_path / "out", *extra)
     for end, key in (("", "model"), ("-ema", "model_ema")):
@@ -389,17 +392,8 @@ def test_a_file_that_is_not_the_checkpoint_gets_no_name(exported, tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def made(exported, tmp_path_factory):
-    """The checkpoint, what it is exported to, a folder of images of which some lie deeper, and their paths."""
-    checkpoint, out, _ = exported
-    images = write_images(tmp_path_factory.mktemp("images") / "images", {"train": [2, 1], "val": [2]}, size=(60, 50))
-    (images / "notes.txt").write_text("no image")
-    return checkpoint, out, images, sorted(map(str, images.rglob("*.jpg")))
-
-
-def test_json_stands_alone_on_standard_output_and_tables_say_the_same(made, tmp_path):
-    _, out, _, files = made
+def test_json_stands_alone_on_standard_output_and_tables_say_the_same(exported, tmp_path):
+    _, out, *_, files = exported
     hostile = tmp_path / "a <b>&, 'c'.jpg"
     hostile.write_bytes(Path(files[0]).read_bytes())
     files, stdout = [str(hostile), *files[::-1]], tmp_path / "stdout"
@@ -440,8 +434,8 @@ def test_published_weights_are_opened_by_name(tmp_path):
     assert prediction["probability"] == pytest.approx(expected.max().item(), abs=TOLERANCE)
 
 
-def test_a_list_is_read_and_the_page_begins_with_the_least_sure(made, tmp_path):
-    checkpoint, _, _, files = made
+def test_a_list_is_read_and_the_page_begins_with_the_least_sure(exported, tmp_path):
+    checkpoint, *_, files = exported
     content = torch.load(checkpoint, weights_only=True)
     content["data"]["classes"] = ["class0", "class1", "<c>", "d"]
     torch.save(content, tmp_path / "named.pth")
@@ -465,8 +459,8 @@ def test_a_list_is_read_and_the_page_begins_with_the_least_sure(made, tmp_path):
     assert f"<td>images of a known class<td>{len(pairs) - 1}<tr><td>right<td>{num_right}<" in page
 
 
-def test_classes_are_numbers_where_nothing_names_them_and_unreadable_images_are_named(made, tmp_path):
-    checkpoint, _, images, files = made
+def test_classes_are_numbers_where_nothing_names_them_and_unreadable_images_are_named(exported, tmp_path):
+    checkpoint, *_, images, files = exported
     torch.save(torch.load(checkpoint, weights_only=True)["model"], tmp_path / "bare.pth")
     truncated, empty, pipe = (tmp_path / name for name in ("truncated.jpg", "empty.png", "pipe.jpg"))
     truncated.write_bytes(Path(files[0]).read_bytes()[:300])
@@ -485,8 +479,8 @@ def test_classes_are_numbers_where_nothing_names_them_and_unreadable_images_are_
     assert [Path(name).name for name in named] == [truncated.name, empty.name, pipe.name]
 
 
-def test_mistakes_are_one_line(made, tmp_path, monkeypatch, capsys):
-    checkpoint, out, images, _ = made
+def test_mistakes_are_one_line(exported, tmp_path, monkeypatch, capsys):
+    checkpoint, out, _, images, _ = exported
     (tmp_path / "empty").mkdir()
     content = torch.load(checkpoint, weights_only=True)
     torch.save({**content, "data": {"classes": ["a", "b"]}}, tmp_path / "two.pth")
@@ -524,8 +518,8 @@ def test_mistakes_are_one_line(made, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_damaged_description_is_one_line(made, tmp_path):
-    _, out, images, _ = made
+def test_damaged_description_is_one_line(exported, tmp_path):
+    _, out, _, images, _ = exported
     path = out / f"{MODEL}.safetensors"
     with safetensors.safe_open(path, "pt") as file:
         texts, weights = file.metadata(), safetensors.torch.load_file(path)
