@@ -408,8 +408,6 @@ def test_class_folders_and_lists_of_one_label_are_told_what_to_do(started, tmp_p
 
 
 # Uneven classes: weights of the loss, the balanced order and metrics, against scikit-learn, torch and plain loops.
-
-
 SIZES = [40, 30, 20, 1]
 LABELS = numpy.repeat(range(4), SIZES)
 
@@ -504,9 +502,6 @@ def test_weights_that_cannot_be_used_are_one_line(tmp_path, rows, words):
     (tmp_path / "w.csv").write_text("class,weight\n" + rows)
     with pytest.raises(UserError, match=words):
         class_weights(SimpleNamespace(class_weights=str(tmp_path / "w.csv")), Uneven(Path()))
-
-
-# scripts/evaluate.py.
 
 
 COUNTS, BATCH = [13, 12, 9], 4

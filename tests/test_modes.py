@@ -223,9 +223,6 @@ def test_a_range_that_is_not_used_is_said_with_its_share(tmp_path, kind):
         assert re.search(words, unused_range(open_source(tmp_path / str(bits) / "train"), AS_STORED))
 
 
-# Photographs.
-
-
 TURNED = Decoding(exif=True)
 
 

@@ -282,9 +282,6 @@ def test_a_resumed_run_takes_the_checkpoints_and_of_before_the_crop_mode_the_cen
     assert "--crop-mode center: as in the checkpoint" in capsys.readouterr().out
 
 
-# scripts/export.py and predict.py: every form holds the checkpoint's model, by plain torchvision as the oracle.
-
-
 # Of a logit, those of the model are about 3, or of a probability: kernels sum in other orders.
 TOLERANCE = 1e-4
 
