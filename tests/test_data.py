@@ -156,9 +156,8 @@ def test_a_plain_loader_of_the_sets_and_samplers_yields_our_loaders_batches(imag
             (theirs[0], train_sampler, ours[0], repeated), (theirs[1], test_sampler, ours[1], EvalSampler(7, 3)),
         ):  # fmt: skip
             loader = DataLoader(dataset, batch_size=3, sampler=sampler, num_workers=epoch)
-            batches = data.build_device_loader(
-                args, data.build_loader(own, own_sampler, args), own_sampler, torch.device("cpu"), 3
-            )
+            batches = data.build_loader(own, own_sampler, args)
+            batches = data.build_device_loader(args, batches, own_sampler, torch.device("cpu"), 3)
             torch.testing.assert_close(list(loader), list(batches), rtol=0, atol=0)
 
 

@@ -89,9 +89,8 @@ def test_a_jpeg_is_decoded_no_further_than_the_box():
 def test_pixels_are_within_one_grey_level_of_pillows(kind, mode):
     # One level of rounding by the resize; bicubic rounds after each of its two passes, and clips.
     largest = 1 + (mode is InterpolationMode.BICUBIC)
-    sizes = [
-        {"crop_size": crop, "resize_size": size} for crop, size in [(24, 32), (32, 32), (20, 64), (41, 40), (96, 109)]
-    ]
+    sizes = [(24, 32), (32, 32), (20, 64), (41, 40), (96, 109)]
+    sizes = [{"crop_size": crop, "resize_size": size} for crop, size in sizes]
     for seed, size in enumerate([*[{"crop_size": 24, "crop_scale": 0.3, "hflip_prob": 0.7}] * 3, *sizes]):
         build = ClassificationPresetEval if "resize_size" in size else ClassificationPresetTrain
         pixels, draws = [], []

@@ -52,11 +52,8 @@ def test_what_means_that_the_machine_gives_no_more_is_known_by_number_and_by_tex
                   BlockingIOError(11, "Resource temporarily unavailable")]:  # fmt: skip
         assert "or no memory for one; raise `ulimit -u` or `ulimit -v`" in str(errors.explain_limit(error))
     assert str(errors.explain_limit(FileNotFoundError(2, "No such file"))).startswith("the current folder was removed")
-    lacks = (
-        RuntimeError("could not create a primitive"),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
-    )
-    for error in (MemoryError(), *lacks):
+    lacks = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")]
+    for error in [*lacks, RuntimeError("could not create a primitive")]:
         assert "out of memory" in str(errors.explain_limit(error))
     for error in [RuntimeError("shapes differ"), OSError(5, "Input/output error"), ValueError("Too many open files")]:
         assert errors.explain_limit(error) is None

@@ -312,9 +312,7 @@ def test_a_range_of_grey_becomes_black_to_white():
     found = numpy.asarray(load_image(payload, (500, 4000)))
     assert numpy.array_equal(found, expected)
     assert numpy.array_equal(numpy.asarray(load_image(payload)), samples >> 8)  # without a range, the highest 8 bits
-    preset = ClassificationPresetEval(
-        crop_size=40, resize_size=40, in_chans=1, mean=[0.5], std=[0.5], grey_range=(500, 4000)
-    )
+    preset = ClassificationPresetEval(crop_size=40, resize_size=40, in_chans=1, grey_range=(500, 4000))
     assert numpy.array_equal(preset.load(payload)[0], expected[:, 10:50])
     plain = encoded(picture(mode="L"), "PNG")
     assert load_image(plain, (500, 4000)).tobytes() == load_image(plain).tobytes()  # of 8 bits

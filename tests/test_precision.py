@@ -149,9 +149,8 @@ def check_types():
     for argv, dtype in TYPES.items():
         args, lines = config.on_machine(config.parse_args(f"{argv} --synthetic 64 --device cpu".split()))
         assert args.amp_dtype == dtype, argv
-        words = (
-            f"{'--amp-dtype float32' if dtype == 'float32' else '--amp'}: this processor has no bfloat16 instructions"
-        )
+        option = "--amp-dtype float32" if dtype == "float32" else "--amp"
+        words = f"{option}: this processor has no bfloat16 instructions"
         assert [line[: len(words)] for line in lines if "bfloat16" in line] == [words] * bool(dtype), (argv, lines)
 
 

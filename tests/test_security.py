@@ -119,9 +119,8 @@ def test_no_image_starts_a_program(tmp_path, is_ours):
     postscript = root / "train" / "class0" / "image001.jpg"
     Image.new("RGB", (8, 8)).save(postscript, "EPS")
     argv = ["--data-path", root, "--output-dir", tmp_path / "out", *SMALL, "--batch-size", 4, "--epochs", 1]
-    outcome = run_ranks(
-        run_watched, 1, programs, list(map(str, argv if is_ours else [postscript])), log_folder=tmp_path
-    )
+    argv = list(map(str, argv if is_ours else [postscript]))
+    outcome = run_ranks(run_watched, 1, programs, argv, log_folder=tmp_path)
     assert outcome.codes == [1], outcome.output
     assert ("train/class0/image001.jpg (class class0): " in outcome.output) == is_ours
     assert executed.exists() != is_ours
