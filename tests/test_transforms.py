@@ -147,9 +147,8 @@ def test_evaluation_pixels_are_torchvisions(size, mode, backend):
     image, interpolation = picture(*size), InterpolationMode[mode]
     resize, crop = tv.Resize(36, interpolation=interpolation, antialias=True), tv.CenterCrop(32)
     steps = [tv.PILToTensor(), resize, crop] if backend == "tensor" else [resize, crop, tv.PILToTensor()]
-    preset = presets.ClassificationPresetEval(
-        crop_size=32, resize_size=36, interpolation=interpolation, backend=backend, use_v2=backend == "tensor"
-    )
+    options = {"interpolation": interpolation, "backend": backend, "use_v2": backend == "tensor"}
+    preset = presets.ClassificationPresetEval(crop_size=32, resize_size=36, **options)
     pixels = preset.pixels(image)
     assert (pixels.shape, pixels.dtype) == ((3, 32, 32), torch.uint8)
     assert torch.equal(pixels, tv.Compose(steps)(image))
