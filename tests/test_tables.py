@@ -11,7 +11,6 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from sklearn import metrics as sklearns
 from torch import nn
 
 from errors import UserError
@@ -141,18 +140,22 @@ def test_a_schedule_has_its_rate_at_every_edge(name, warmup, method, more):
                 assert lr_at(args, epoch, 0.5) == pytest.approx(least + (0.5 - least) * share, abs=1e-12)
 
 
+def sklearns():
+    return pytest.importorskip("sklearn.metrics")  # here, or each process that collects tests would import it
+
+
 def precision_by_class(scores, target):
     hard = numpy.eye(CLASSES)[target]
-    return numpy.mean([sklearns.average_precision_score(hard[:, k], scores[:, k]) for k in range(CLASSES)])
+    return numpy.mean([sklearns().average_precision_score(hard[:, k], scores[:, k]) for k in range(CLASSES)])
 
 
 # By other people's code, of scores and classes.
 VALUES = {
-    "acc1": lambda scores, target: sklearns.top_k_accuracy_score(target, scores, k=1),
-    "acc5": lambda scores, target: sklearns.top_k_accuracy_score(target, scores, k=5),
-    "balanced_acc": lambda scores, target: sklearns.balanced_accuracy_score(target, scores.argmax(1)),
-    "f1": lambda scores, target: sklearns.f1_score(target, scores.argmax(1), average="macro"),
-    "f1_micro": lambda scores, target: sklearns.f1_score(target, scores.argmax(1), average="micro"),
+    "acc1": lambda scores, target: sklearns().top_k_accuracy_score(target, scores, k=1),
+    "acc5": lambda scores, target: sklearns().top_k_accuracy_score(target, scores, k=5),
+    "balanced_acc": lambda scores, target: sklearns().balanced_accuracy_score(target, scores.argmax(1)),
+    "f1": lambda scores, target: sklearns().f1_score(target, scores.argmax(1), average="macro"),
+    "f1_micro": lambda scores, target: sklearns().f1_score(target, scores.argmax(1), average="micro"),
     "map": precision_by_class,
 }
 
