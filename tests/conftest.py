@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,20 @@ REPOSITORY = Path(__file__).parent.parent
 
 # The number of threads changes the order of sums, and so bits.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_configure(config):
+    """Start one warm server of `tests.ranks` for all processes that run tests: each of its own takes 6 CPU seconds."""
+    is_first = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if is_first and sys.version_info < (3, 14):  # from which on only the process that starts a server may use it
+        server = forkserver.ForkServer()
+        server.set_forkserver_preload(["tests.warm"])
+        os.environ["GLIBC_TUNABLES"] = (
+            "glibc.malloc.hugetlb=1"  # a third of a fork's time is that of copying page tables
+        )
+        server.ensure_running()
+        del os.environ["GLIBC_TUNABLES"]
+        os.environ["TOUCHSTONE_WARM_SERVER"] = server._forkserver_address
 
 
 def pytest_unconfigure():

@@ -3,7 +3,9 @@
 # ruff: noqa: E402
 import atexit
 import gc
+import os
 
+os.environ.pop("GLIBC_TUNABLES", None)  # of conftest.py, for this process
 gc.disable()  # all that is imported stays, and a quarter of the time would go into looking for garbage in it
 
 import encodings.cp437  # noqa: F401
