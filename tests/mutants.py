@@ -280,7 +280,8 @@ def run_jobs(session, jobs, root):
 def pytest_runtestloop(session):
     """Try all mutants, and then, as a control, whether the tests that killed them pass without any."""
     warm = next(item for item in session.items if "started" in item.fixturenames)
-    runner.runtestprotocol(warm, nextitem=session.items[0], log=False)  # makes the fixtures of the session
+    other = next(item for item in session.items if item.path != warm.path)
+    runner.runtestprotocol(warm, nextitem=other, log=False)  # makes the fixtures of the session, and ends its module's
     forkserver._forkserver.ensure_running()
     root = Path(tempfile.mkdtemp(prefix="mutants-"))
     killers = set()
