@@ -121,6 +121,27 @@ def test_draws_of_a_bare_loop_are_others_in_each_epoch():
     assert not any(torch.equal(masks[first], masks[second]) for first in range(4) for second in range(first))
 
 
+MASKS = """
+import torch
+class Net(torch.nn.Linear):
+    def forward(self, image):
+        mask = torch.nn.functional.dropout(torch.ones(64), training=self.training)
+        print("mask", *mask.long().tolist(), sep="")
+        return super().forward(image.mean(dim=(2, 3)))
+def net(num_classes):
+    return Net(3, num_classes)
+"""
+
+
+def test_each_step_of_a_run_has_draws_of_its_own(tmp_path):
+    (tmp_path / "masks.py").write_text(MASKS)
+    argv = ["--synthetic", "24", "--model", f"{tmp_path}/masks.py:net", "--batch-size", "8", "--epochs", "2"]
+    argv += ["--train-crop-size=32", "--val-crop-size=32", "--val-resize-size=32"]
+    output = run_train(tmp_path, *argv, "--output-dir", str(tmp_path / "out")).check().output
+    training = output.partition("Epoch: [0]")[2]  # all but the first step
+    assert len({*re.findall(r"mask(\d+)", training)} - {"1" * 64}) == 5
+
+
 def imports_of(path):
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
