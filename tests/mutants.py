@@ -346,8 +346,7 @@ def report(results):
     print(f"{len(results) - len(lives)} of {len(results)} killed")
     for test in sorted(unsound):
         print(f"fails without a fault too, and is not counted: {test}")
-    explained = dict(line.rsplit("  # ", 1) for line in KNOWN.read_text().splitlines() if "  # " in line)
-    new = [result for result in lives if result["text"] not in explained]
+    new = [result for result in lives if result["text"] not in read_explained()]
     for result in new:
         reason = f"  ({result['left']} tests not run)" if result["left"] else ""
         reason = reason if result["tests"] else "  (no test reaches it)"
@@ -370,22 +369,29 @@ def main():
     if old:
         sys.exit(f"the map knows another {', '.join(sorted(old))}: make it anew with --map")
     jobs = list(jobs_of(mutants, found))
+    left = [job for job in jobs if job["tests"] and job["text"] not in read_explained()]
+    print(f"{len(jobs) - len(left)} of {len(jobs)} are not tried: no test reaches them, or {KNOWN.name} explains them")
     RESULTS.write_text("")
-    JOBS.write_text(json.dumps([job for job in jobs if job["tests"]]))
+    JOBS.write_text(json.dumps(left))
     words = [sys.executable, *"-m pytest -p tests.reach -p tests.mutants -p no:randomly -q -m".split(), "not slow"]
     process = subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
         time.sleep(10)
-        print(f"{RESULTS.read_text().count(chr(10))} of {len(jobs)}", file=sys.stderr, flush=True)
+        print(f"{RESULTS.read_text().count(chr(10))} of {len(left)}", file=sys.stderr, flush=True)
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     killers = {each["text"]: each["killed_by"][0] for each in results if each["mutant"] and each["killed_by"]}
     KILLERS.write_text(json.dumps({**read_killers(), **killers}))
-    results += [{**job, "killed_by": [], "is_planted": True} for job in jobs if not job["tests"]]
+    results += [{**job, "killed_by": [], "is_planted": True} for job in jobs if job not in left]
     return 1 if report(results) else 0
 
 
 def read(file):
     return (REPOSITORY / file).read_text()
+
+
+def read_explained():
+    """Return the survivors that are known, with why no test need notice them."""
+    return dict(line.rsplit("  # ", 1) for line in KNOWN.read_text().splitlines() if "  # " in line)
 
 
 def read_killers():
