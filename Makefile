@@ -74,7 +74,7 @@ fuzz: $(READY)  ## mutate what is read from disk, 10,000 times: some ten minutes
 	$(BIN)/python -m tests.fuzz
 
 gpu-report: $(READY)  ## measure on a GPU what has not been, in at most 20 minutes; docs/performance.md gets the table
-	$(BIN)/python -m scripts.gpu_report
+	$(BIN)/python -m bench.gpu_report
 
 test-gpu: $(READY)  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

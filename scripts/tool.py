@@ -127,6 +127,12 @@ def replace_between(path: Path, begin: str, end: str, text: str) -> None:
     write_atomically(path, f"{before}{begin}{text}{end}{after}".encode())
 
 
+def moved(name: str) -> None:
+    """End the command of a tool that is in another place now, with one line and exit code 2."""
+    print(f"python -m scripts.{name}: error: it is python -m bench.{name} now, with the same options", file=sys.stderr)
+    sys.exit(2)
+
+
 def as_json(content: Any) -> bytes:
     """Return plain values as the bytes of a JSON file, which has no word for NaN and infinity: ValueError for them."""
     return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"

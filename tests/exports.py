@@ -64,6 +64,7 @@ def run_tool(tmp_path: Path, name: str, *argv, fault=None, largest_file=None, co
 
 def refused(outcome: Outcome, name: str, code: int = 2) -> str:
     assert (outcome.codes, "Traceback" in outcome.output) == ([code], False), outcome.output
-    lines = [line for line in outcome.output.splitlines() if f"python -m scripts.{name}: error: " in line]
+    command = name if "." in name else f"scripts.{name}"
+    lines = [line for line in outcome.output.splitlines() if f"python -m {command}: error: " in line]
     assert len(lines) == 1, outcome.output
     return lines[0]

@@ -205,7 +205,7 @@ def start_torchrun(nproc: int, *argv, log: Path, stdout: Path | None = None) -> 
 
 def tool_rank(name: str, argv: list, stdout=None, fault: tuple | None = None, largest_file: int | None = None) -> None:
     """Run a tool's command line, perhaps with its standard output in a file, a fault, or a bound on files' sizes."""
-    tool = importlib.import_module(f"scripts.{name}")
+    tool = importlib.import_module(name if "." in name else f"scripts.{name}")
     if stdout is not None:
         sys.stdout.flush()
         os.dup2(os.open(stdout, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)

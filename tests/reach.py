@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parent.parent
 FOLDER = REPOSITORY / ".mutants"
 MAP = FOLDER / "map.json"
 CORE = ["train", "run", "data", "metrics", "sampler", "transforms", "presets", "randomness", "files", "utils", "errors"]
-FOLDERS = ["models", "checkpointing", "distributed", "loading", "monitoring", "settings", "scripts"]
+FOLDERS = ["models", "checkpointing", "distributed", "loading", "monitoring", "settings", "scripts", "bench"]
 
 
 class Marks:

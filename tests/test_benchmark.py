@@ -1,4 +1,4 @@
-"""scripts/benchmark.py and gpu_report.py: each measures real work and writes what it measured, and none is judged."""
+"""bench/benchmark.py and gpu_report.py: each measures real work and writes what it measured, and none is judged."""
 
 import json
 import shlex
@@ -14,8 +14,9 @@ import numpy
 import pytest
 import torch
 
+from bench import benchmark, gpu_report, race
 from errors import UserError
-from scripts import benchmark, gpu_report, race, tool
+from scripts import tool
 from settings import config
 from tests.exports import refused, run_tool
 from tests.ranks import module_rank, run_ranks, tool_rank
@@ -28,13 +29,19 @@ SMALL = "--model squeezenet1_1 --train-crop-size 32 --batch-size 2 --device cpu 
 def check_figures(tmp_path, ratios, *argv, num_ranks=1, part=None):
     path = tmp_path / "figures.json"
     argv = [*argv, "--json", path]
-    run_ranks(module_rank, num_ranks, "scripts.benchmark", argv, log_folder=tmp_path, timeout_s=120).check()
+    run_ranks(module_rank, num_ranks, "bench.benchmark", argv, log_folder=tmp_path, timeout_s=120).check()
     figures = json.loads(path.read_text())
     figures = figures[part] if part else figures
     assert list(figures["ratios"]) == ratios
     for name, (median, *_) in figures["ratios"].items():
         ways = [figures["rates"][way] for way in name.split(" / ")]
         assert median == pytest.approx(statistics.median(a / b for a, b in zip(*ways, strict=True)))
+
+
+@pytest.mark.parametrize("name", ["benchmark", "gpu_report", "ledger"])
+def test_the_command_of_before_names_the_one_of_now(name, tmp_path):
+    outcome = run_ranks(module_rank, 1, f"scripts.{name}", ["--verify"], log_folder=tmp_path)
+    assert f"it is python -m bench.{name} now" in refused(outcome, name)
 
 
 def test_loader(image_folder, tmp_path):
@@ -78,7 +85,7 @@ def test_a_loader_that_is_not_installed_is_one_line_and_starts_nothing(tmp_path)
     if find_spec("streaming"):
         pytest.skip("it is installed")
     command = "loader", "--data-path", tmp_path, "--against", "streaming"
-    outcome, output = run_tool(tmp_path, "benchmark", *command, code=2)
+    outcome, output = run_tool(tmp_path, "bench.benchmark", *command, code=2)
     assert output == ""
     assert "--against streaming: not installed; pip install " in outcome.output.splitlines()[-1]
 
@@ -216,5 +223,5 @@ def test_four_gpus_have_rows_of_one_two_and_four(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused_in_one_line(tmp_path):
-    refused(run_ranks(tool_rank, 1, "gpu_report", [], log_folder=tmp_path), "gpu_report", 2)
+    refused(run_ranks(tool_rank, 1, "bench.gpu_report", [], log_folder=tmp_path), "bench.gpu_report", 2)
     assert not Path("gpu-report.json").exists()

@@ -1,4 +1,4 @@
-"""scripts/ledger.py and report.py: records without a trace of the machine and their tables, and the page of a run."""
+"""bench/ledger.py and report.py: records without a trace of the machine and their tables, and the page of a run."""
 
 import getpass
 import itertools
@@ -17,9 +17,10 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from bench import ledger
 from errors import UserError
 from files import read_json
-from scripts import ledger, report
+from scripts import report
 from tests import tiny
 from tests.ranks import REPOSITORY
 from tests.runs import run_forked
@@ -214,7 +215,7 @@ CHANGES = {
     "the photographs": (lambda record: None, 1, "other photographs than the record's"),
     "the threads": (lambda record: None, 0, "equal in 4 steps: every bit"),
     "another torch": (lambda record: edit(record, "record.json", '"torch": "', '"torch": "1'), 2, "has no tolerance"),
-    "no environment": (lambda record: edit(record, "record.json", '"environment"', '"x"'), 2, "not as scripts.ledger"),
+    "no environment": (lambda record: edit(record, "record.json", '"environment"', '"x"'), 2, "not as bench.ledger"),
     "no metrics": (lambda record: (record / "metrics.jsonl").unlink(), 2, "no record of a training run"),
 }  # fmt: skip
 
@@ -267,7 +268,7 @@ def test_the_tables_are_those_of_the_records_and_no_record_names_a_machine(tmp_p
     shutil.copy(REPOSITORY / "README.md", tmp_path)
     ledger.write_tables(tmp_path)
     for page in ("README.md", "records/README.md"):
-        assert (tmp_path / page).read_text() == (REPOSITORY / page).read_text(), "run python -m scripts.ledger"
+        assert (tmp_path / page).read_text() == (REPOSITORY / page).read_text(), "run python -m bench.ledger"
     for path in (REPOSITORY / "records").rglob("*.*"):
         text = path.read_text()
         assert ledger.without_paths(text) == text

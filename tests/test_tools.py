@@ -17,8 +17,9 @@ import torchvision
 from PIL import Image
 
 import data
+from bench import benchmark
 from errors import ImageError, UserError
-from scripts import benchmark, check, evaluate, make_digits, pack, prepare, report, tool
+from scripts import check, evaluate, make_digits, pack, prepare, report, tool
 from scripts.trained import open_trained
 from settings import config
 from tests import fuzz

@@ -20,9 +20,10 @@ from PIL import Image, JpegPresets  # noqa: F401
 from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
 import train  # noqa: F401
+from bench import benchmark  # noqa: F401
 from models.build import check_model
 from monitoring import pictures
-from scripts import benchmark, check, evaluate, export, pack, predict, prepare  # noqa: F401
+from scripts import check, evaluate, export, pack, predict, prepare  # noqa: F401
 from settings import config
 from tests import crash, faults, images, runs, started  # noqa: F401
 

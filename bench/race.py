@@ -1,4 +1,4 @@
-"""The loaders that `python -m scripts.benchmark loader --against` races, each in a process group of its own.
+"""The loaders that `python -m bench.benchmark loader --against` races, each in a process group of its own.
 
 A loader is a function that takes a job and returns a function that begins a pass: batches of images and their numbers.
 A job has train.py's options, `args`; the `paths` of its JPEGs, and their opened `source`; the loader's package,

@@ -1,0 +1,329 @@
+"""Measure speed side by side.
+
+loader   images from files and packs, and by torchvision's own preset from the same files: CPU time of one thread;
+         by TorchCodec too, where it is installed, as loader processes decode
+         with --against a race: batches of training images by our loader and by others, one process group each
+step     a training step and the same arithmetic with nothing around it; on several processes the step with DDP, the
+         arithmetic with nothing sent, and the step with --use-deterministic-algorithms
+
+Examples:
+  python -m bench.benchmark loader --data-path /data/imagenet --pack /data/imagenet-256
+  python -m bench.benchmark loader --data-path /data/imagenet --against torchvision timm torchcodec --cores 2
+  python -m bench.benchmark step --model resnet50 --batch-size 256 --amp --channels-last --json step.json
+  torchrun --nproc_per_node=2 -m bench.benchmark step --model resnet18 --batch-size 32
+Both commands also take train.py's options; by default --model resnet18 --batch-size 64. OMP_NUM_THREADS sets the CPU
+threads. The ways run by turns, and a ratio compares two of them within a round: compare ratios, not rates.
+"""
+
+import argparse
+import io
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchvision import datasets, transforms
+
+import data
+import metrics
+import train
+import utils
+from bench import race
+from distributed import collectives
+from distributed.launch import read_launch
+from distributed.signals import silence_libraries
+from errors import UserError, aligned
+from loading import decode
+from loading.forms import open_split
+from models import gradients, optim
+from models.build import autocast, build_model, build_scaler, move_to_device, set_up_device
+from models.ema import build_ema
+from models.losses import build_criterion
+from run import BareRun
+from sampler import SampleKey, TrainSampler, VirtualShards
+from scripts.tool import as_path, as_place, build_parser, output_file, positive, run, write_report
+from settings import config
+
+PROG = "python -m bench.benchmark"
+
+NUM_CLASSES, NORMALIZE = 1000, transforms.Normalize(config.IMAGENET_MEAN, config.IMAGENET_STD)
+DEFAULTS = (  # options of train.py ahead of the given ones
+    "--synthetic --model resnet18 --batch-size 64 --workers 0 --epochs 100 --lr 0.01 --lr-warmup-epochs 1 "
+    "--lr-scheduler cosineannealinglr --lr-per-step"
+)
+
+
+def interleave(ways: dict[str, Callable], rounds: int, clock: Callable) -> dict[str, list[float]]:
+    """Run the ways, which return numbers of images, by turns; return images/s of each round, but the first, by way."""
+    rates, order = {name: [] for name in ways}, list(ways)
+    for _ in range(rounds + 1):
+        order = [*order[1:], order[0]]
+        for name in order:
+            start_s = clock()
+            rates[name].append(ways[name]() / (clock() - start_s))
+    return {name: values[1:] for name, values in rates.items()}
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+
+
+def compare(title: str, rates: dict[str, list[float]], *pairs: tuple[str, str]) -> dict[str, Any]:
+    """Print the ways' rates, and the ratios of these pairs within a round; return the figures."""
+    ratios = {}
+    for a, b in pairs:
+        values = [x / y for x, y in zip(rates[a], rates[b], strict=True)]
+        low, middle, high = quartiles(values)
+        ratios[f"{a} / {b}"] = [middle, low, high, min(values), max(values)]
+    width = max(map(len, [*rates, *ratios])) + 2
+    print(f"\n{title}: median images/s; ratios: median (quartiles; range)")
+    for name, values in rates.items():
+        print(f"  {name:<{width}}{statistics.median(values):9.1f}")
+    for name, values in ratios.items():
+        print(f"  {name:<{width}}" + "{:9.3f} ({:.3f} to {:.3f}; {:.3f} to {:.3f})".format(*values))
+    return {"rates": rates, "ratios": ratios}
+
+
+def torchvisions_images(folder: Path, split: str) -> torch.utils.data.Dataset:
+    """Return the images of train or val, loaded as by torchvision's reference preset (v1, PIL)."""
+    steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
+    if split == "val":
+        steps = [transforms.Resize(256), transforms.CenterCrop(224)]
+    steps += [transforms.PILToTensor(), transforms.ConvertImageDtype(torch.float), NORMALIZE]
+    # Its own loader would open formats that start programs.
+    return datasets.ImageFolder(
+        folder / split, transforms.Compose(steps), loader=lambda path: decode.decode_plainly(Path(path).read_bytes())
+    )
+
+
+def load_all(load: Callable[[int], Any], numbers: list[int], split: str, is_fast: bool = False) -> int:
+    """Load images in this thread, those of train with new draws each time; return their number."""
+    decode.use_torchcodec(is_fast)
+    epoch = time.monotonic_ns() % 2**32
+    for number in numbers:
+        load(SampleKey(number, epoch) if split == "train" else number)
+    return len(numbers)
+
+
+def race_loaders(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """Compare the CPU time of our loader and of others, on the same cores; all but one are stopped at any time."""
+    load_average = os.getloadavg()[0]
+    with ExitStack() as stack:
+        racers = race.start(options, argv, stack)
+        clock = partial(race.cpu_seconds, {racer.group for racer in racers})
+        rates = interleave({racer.name: racer for racer in racers}, options.rounds, clock)
+    title = f"training images, CPU time, cores: {options.cores}, load average before: {load_average:.1f}"
+    figures = compare(title, rates, *[("ours", racer.name) for racer in racers[1:]])
+    rows = [["", "version", "CPU ms an image (quartiles)", "PSNR, dB (10th percentile)", ""]]
+    for each in racers:
+        cpu_ms = "{1:.2f} ({0:.2f} to {2:.2f})".format(*quartiles([1000 / rate for rate in rates[each.name]]))
+        rows.append([each.name, each.version, cpu_ms, "{:.1f} ({:.1f})".format(*each.psnr), each.about])
+    print("", *aligned(rows, to_left=(0, 1, 4)), sep="\n")
+    return {**figures, "load_average": load_average, "loaders": rows}
+
+
+def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """Compare loading evenly spaced images from files and packs with torchvision's preset on the files."""
+    torch.set_num_threads(1)
+    if options.against:
+        return race_loaders(options, argv)
+    silence_libraries()
+    figures = {}
+    for place, split in enumerate(("train", "val")):
+        theirs = torchvisions_images(options.data_path, split)
+        numbers = list(range(0, len(theirs), max(len(theirs) // options.images, 1)))[: options.images]
+        ways = {"torchvision": partial(load_all, theirs.__getitem__, numbers, split)}
+        for folder in (options.data_path, *options.pack):
+            args = config.parse_args(["--data-path", str(folder), "--device", "cpu", *argv])
+            source = open_split(f"{folder}/{split}", args)
+            images = data.IndexedImageFolder(source.root, data.build_presets(args)[place], source=source)
+            if len(images) != len(theirs):
+                raise UserError(f"{folder} has {len(images)} images in {split}, and --data-path has {len(theirs)}")
+            ways[str(folder)] = partial(load_all, images.load, numbers, split)
+            if config.find_torchcodec():  # as in loader processes
+                ways[f"{folder}, torchcodec"] = partial(load_all, images.load, numbers, split, is_fast=True)
+        rates = interleave(ways, options.rounds, time.process_time)
+        pairs = [(name, "torchvision") for name in list(ways)[1:]]
+        figures[split] = compare(f"{split} images, one thread, CPU time", rates, *pairs)
+    return figures
+
+
+def training_args(argv: list[str], **changes: Any) -> argparse.Namespace:
+    """Return train.py's options for this process, from those of the command line and changes to them."""
+    record, _ = config.on_machine(config.parse_args([*DEFAULTS.split(), *argv]))
+    place = {"world_size": collectives.get_world_size(), "rank": collectives.get_rank()}
+    args = argparse.Namespace(**{**vars(record), **place, **changes})
+    args.distributed = args.world_size > 1
+    args.gpu = collectives.choose_gpu(read_launch(), args.device)
+    args.global_batch_size = args.global_batch_size or args.batch_size * args.world_size
+    args.num_shards = args.global_batch_size // args.batch_size
+    return args
+
+
+class BareStep:
+    """A model and its training as train.py builds them; a step on one batch on the device, with nothing around it.
+
+    Nothing is loaded, counted, seeded, scheduled, sent or read.
+    """
+
+    def __init__(self, args: argparse.Namespace, num_steps: int) -> None:
+        self.args, self.device, self.num_steps = args, set_up_device(args), num_steps
+        self.model = move_to_device(build_model(args, NUM_CLASSES), args, self.device)
+        self.model_ema = build_ema(args, self.model)
+        self.criterion = build_criterion(args)
+        self.optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, self.model))
+        self.scaler = build_scaler(args, self.device)
+        self.shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
+        shape = args.batch_size, args.in_chans, args.train_crop_size, args.train_crop_size
+        image = torch.randn(shape, device=self.device)
+        self.image = image.to(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+        self.target = torch.arange(args.batch_size, device=self.device) % NUM_CLASSES
+
+    def __call__(self) -> int:
+        """Train, beginning on all processes at once; return the number of this process's images."""
+        set_up_device(self.args)
+        if dist.is_initialized():
+            dist.barrier()
+        self.run_steps()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return self.num_steps * self.args.batch_size * self.shards.num_local
+
+    def run_steps(self) -> None:
+        """Train for `num_steps` steps."""
+        self.model.train()
+        for number in range(self.num_steps):
+            self.optimizer.zero_grad()
+            for _ in self.shards.local:
+                with autocast(self.args, self.device):
+                    loss = self.criterion(self.model(self.image), self.target)
+                self.scaler.scale(loss / self.shards.num_local).backward()
+            self.update(number)
+
+    def update(self, number: int) -> None:
+        """Clip, update the weights, and average them when it is time."""
+        self.scaler.unscale_(self.optimizer)
+        if self.args.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip_grad_norm)
+        if self.args.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), self.args.clip_grad_value)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.model_ema and number % self.args.model_ema_steps == 0:
+            self.model_ema.update_parameters(self.model)
+
+
+class LoggedRun(BareRun):
+    """A run's part in a step: learning rates of a schedule, and metrics that are read when a line is due."""
+
+    def __init__(self, way: BareStep, model: nn.Module) -> None:
+        super().__init__(model, way.device)
+        self.sharded_step = gradients.build_sharded_step(way.args, model, way.shards, way.device)
+        self.scheduler = optim.LRScheduler(way.args, way.optimizer)
+        self.tally = metrics.Tally([metrics.Accuracy()], way.shards.num_local)
+        self.parameters, self.print_freq = list(way.model.parameters()), way.args.print_freq
+
+    def begin_step(self, epoch: int, step: int) -> None:
+        """Set the learning rate."""
+        super().begin_step(epoch, step)
+        self.scheduler.set_position(epoch, step, self.steps_per_epoch)
+        self.is_record_due = (step + 1) % self.print_freq == 0
+
+    def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
+        """Read the norms and the metrics when a line is due."""
+        if self.is_record_due:
+            float(grad_norm + nn.utils.get_total_norm(self.parameters))
+        if metric_logger.is_line_due:
+            self.tally.synchronize_between_processes()
+            metric_logger.show(*self.tally.compute_and_reset())
+
+
+class OurLoop(BareStep):
+    """The real `train_one_epoch` from the real loader."""
+
+    def __init__(self, args: argparse.Namespace, num_steps: int) -> None:
+        super().__init__(args, num_steps)
+        dataset = data.SyntheticImages(num_steps * args.global_batch_size, args.train_crop_size, NUM_CLASSES)
+        sampler = TrainSampler(len(dataset), self.shards)
+        loader = data.build_loader(dataset, sampler, args)
+        self.loader = data.build_device_loader(args, loader, sampler, self.device, NUM_CLASSES)
+        self.wrapped = gradients.wrap_model(self.model, args)
+        self.run = LoggedRun(self, self.wrapped)
+
+    def run_steps(self) -> None:
+        """Train for one epoch of the loader."""
+        parts = self.wrapped, self.criterion, self.optimizer, self.loader, self.device
+        with redirect_stdout(io.StringIO()):
+            train.train_one_epoch(*parts, 0, self.args, self.model_ema, self.scaler, self.run)
+
+
+def benchmark_step(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """Compare our training step with the same arithmetic alone and, on several processes, with the same-bits one."""
+    utils.init_distributed_mode(argparse.Namespace(**vars(config.parse_args([*DEFAULTS.split(), *argv]))))
+    args = training_args(argv)
+    own_batch = args.global_batch_size // args.world_size
+    alone = training_args(argv, world_size=1, rank=0, global_batch_size=own_batch)
+    ways, pairs = {"ours": OurLoop(args, options.steps), "bare": BareStep(alone, options.steps)}, [("ours", "bare")]
+    if args.distributed:
+        ways["same bits"] = OurLoop(training_args([*argv, "--use-deterministic-algorithms"]), options.steps)
+        pairs.append(("same bits", "ours"))
+    # Other users of the cores do not change the CPU time of one thread.
+    is_alone = args.device == "cpu" and not args.distributed and not args.workers and torch.get_num_threads() == 1
+    rates = interleave(ways, options.rounds, time.process_time if is_alone else time.perf_counter)
+    figures = compare(f"a step, {'CPU' if is_alone else 'wall'} time", rates, *pairs)
+    collectives.shut_down()
+    return figures
+
+
+COMMANDS = {"loader": benchmark_loader, "step": benchmark_step}
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command and of the options that are not train.py's."""
+    parser = build_parser(PROG, "COMMAND [options]", __doc__)
+    add = parser.add_argument
+    add("command", metavar="COMMAND", choices=COMMANDS, help="loader or step")
+    add("--rounds", metavar="N", type=positive, default=9, help="rounds (default: 9); one more warms up")
+    add("--steps", metavar="N", type=positive, default=10, help="step: steps in a turn (default: 10)")
+    add("--images", metavar="N", type=positive, default=400, help="loader: images of each split (default: 400)")
+    add("--data-path", metavar="DIR", type=as_path, help="loader: class folders in train/ and val/")
+    add("--pack", metavar="DIR", type=as_place, nargs="+", default=[], help="loader: packs, or addresses, of them")
+    add("--against", metavar="NAME", choices=race.LOADERS, nargs="+", help=f"loader: race {', '.join(race.LOADERS)}")
+    cores = range(1, collectives.count_cores() + 1)
+    add(
+        "--cores",
+        type=int,
+        default=1,
+        choices=cores,
+        help="with --against: cores, and above 1 as many loader processes",
+    )
+    add("--json", metavar="FILE", type=output_file(".json"), help="write every figure to FILE")
+    return parser
+
+
+def measure() -> None:
+    """Run the benchmark that the command line names."""
+    options, argv = get_args_parser().parse_known_args()
+    if (options.data_path is None) == (options.command == "loader"):
+        raise UserError("loader needs --data-path DIR, and step makes up images")
+    figures = COMMANDS[options.command](options, argv)
+    if options.json and read_launch().rank == 0:
+        write_report(options.json, {"argv": sys.argv[1:], "torch": torch.__version__, **figures})
+
+
+def main() -> None:
+    """Run the command line."""
+    run(PROG, measure, "interrupted; nothing was written")
+
+
+if __name__ == "__main__":
+    main()
