@@ -18,20 +18,27 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import transforms
-from checkpointing.published import choose_published_options, is_stored
 from distributed import collectives
 from distributed.launch import read_launch
 from distributed.signals import at_end
 from distributed.watch import watchdog
 from errors import BadImageError, ImageError, UserError, counted, in_one_line, one_line
 from files import read_bytes, retry
-from loading.decode import Decoding, decode_plainly, turned_share, unused_range
-from loading.fill import start_filling
+from loading.child import in_child
+from loading.decode import Decoding, decode_plainly
 from loading.forms import check_source, find_sources, open_named, open_source, open_split, remote_options
-from loading.lists import alike_classes, check_disjoint
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
-from loading.remote import in_child, is_remote
-from loading.source import Source, Subset, count_classes, first_of_each_class, labels_of, minival_numbers, without
+from loading.source import (
+    Source,
+    Subset,
+    alike_classes,
+    count_classes,
+    first_of_each_class,
+    is_remote,
+    labels_of,
+    minival_numbers,
+    without,
+)
 from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
 from randomness import AUGMENTATION, ERASING, FLIP, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
@@ -244,7 +251,10 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> 
     source = limit_images(source, args.limit_train_images, "--limit-train-images")
     if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
         print(f"train and val are the same folder, {valdir}: the model is evaluated on its training images")
-    check_disjoint(source, source_test)
+    if "list" in (source.form, source_test.form):
+        from loading.lists import check_disjoint
+
+        check_disjoint(source, source_test)
     dataset = IndexedImageFolder(traindir, preset_train, args.seed, source)
     check_classes(dataset, dataset_test)
     return dataset, dataset_test
@@ -317,8 +327,11 @@ def _assign_plain(traindir: str, args: Any) -> Assigned:
     parsed = config.resolve(options, foreign=("model", "weights", "test_only"))
     rank, world_size = collectives.get_rank(), collectives.get_world_size()
     args = Resolved(**{**vars(parsed), "rank": rank, "world_size": world_size, "given": []})
-    if args.test_only and args.weights and not is_stored(args.weights):
-        args, _ = choose_published_options(args)
+    if args.test_only and args.weights:
+        from checkpointing.first_weights import choose_published_options, is_stored
+
+        if not is_stored(args.weights):
+            args, _ = choose_published_options(args)
     return config.assign(args.replaced(test_only=args.test_only and not find_sources(Path(traindir))), None)
 
 
@@ -369,6 +382,8 @@ def start_loading(args: Resolved) -> Loading:
             print(words)
         warn_of_uneven(dataset, args)
     if is_remote(args.data_path) and not args.test_only and read_launch().local_rank == 0:
+        from loading.fill import start_filling
+
         splits = ["train"] if args.minival else ["train", "val"]
         dataset.filler = start_filling({"url": args.data_path, "splits": splits, **remote_options(args)})
         at_end(dataset.filler.communicate)  # which closes its standard input, and so ends it
@@ -399,9 +414,7 @@ def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
         how = Decoding(exif=args.exif, grey_range=args.grey_range)
         watchdog.beat(extra_s=LOOK_S)
         with suppress(TimeoutError):  # of a disk that hangs, which the watchdog names
-            found = in_child(
-                lambda: "\n".join(look(source, how) for look in (unused_range, turned_share)).encode(), LOOK_S
-            )
+            found = in_child(partial(_look, source, how), LOOK_S)
             for words in filter(None, found.decode().splitlines()):
                 print(one_line(f"{name}: {source.where}: {words}"))
     side = pack.get("px") if pack else None
@@ -411,6 +424,12 @@ def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
             f"{name}: a pack of images resized to short side {side}, not the originals: accuracy may differ "
             f"(docs/data.md){enlarged}"
         )
+
+
+def _look(source: Source, how: Decoding) -> bytes:
+    from loading.remarks import remarks  # in the child alone
+
+    return remarks(source, how).encode()
 
 
 def warn_of_uneven(dataset: IndexedImageFolder, args: Resolved) -> None:

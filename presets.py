@@ -11,14 +11,13 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, ClassVar
 
-import numpy
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch.nn import functional as F
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode, autoaugment, functional, v2
 
-from errors import ImageError, UserError, in_one_line, one_line, require_timm
+from errors import UserError, in_one_line
 from loading.decode import MODES, Decoding, ImageFile, decode_plainly, resized_size
 from randomness import Draws, TorchDraws, seed_host, unit
 from settings.choices import POLICIES
@@ -244,8 +243,12 @@ class ClassificationPresetTrain(_Preset):
     def _build_policy(self, name: Any) -> Callable[[Image.Image], Image.Image]:
         """Return the augmentation policy with this name, or the function itself."""
         if callable(name):
+            from loading.policies import own_policy
+
             return own_policy(name)
         if name.startswith("timm/"):
+            from loading.policies import TimmPolicy
+
             return TimmPolicy(name, self.crop_size, self.interpolation, self.mean)
         name = getattr(name, "value", name)  # torchvision's own enumeration
         if name not in POLICIES:
@@ -320,68 +323,6 @@ def augmix(interpolation: InterpolationMode, augmix_severity: int) -> autoaugmen
     return autoaugment.AugMix(severity=augmix_severity, interpolation=interpolation)
 
 
-def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Keep `bits` bits of each channel. timm's own function passes 0 on, which Pillow refuses from version 13 on."""
-    return Image.new(image.mode, image.size) if bits < 1 else ImageOps.posterize(image, min(bits, 8))
-
-
-class TimmPolicy:
-    """One of timm's augmentation policies, timm/ and a specification such as rand-m7-mstd0.5-inc1.
-
-    It draws from the process's CPU generators, translates by shares of the crop size, and fills gaps with the mean.
-    UserError if timm does not know it.
-    """
-
-    def __init__(
-        self, name: str, crop_size: int, interpolation: InterpolationMode, mean: tuple[float, ...] = IMAGENET_MEAN
-    ) -> None:
-        timm = require_timm("--auto-augment", name)
-        auto_augment = importlib.import_module(f"{timm.__name__}.data.auto_augment")
-        resampling = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-        options = {
-            "translate_const": int(crop_size * 0.45),
-            "img_mean": tuple(min(255, round(255 * value)) for value in mean),
-            "interpolation": resampling.get(interpolation.value, Image.Resampling.NEAREST),
-        }
-        specification = name.removeprefix("timm/")
-        kinds = {"rand": "rand_augment_transform", "augmix": "augment_and_mix_transform"}
-        build = getattr(auto_augment, kinds.get(specification.split("-")[0], "auto_augment_transform"))
-        try:
-            self.policy = build(specification, options)
-        except (AssertionError, KeyError, ValueError) as error:
-            raise UserError(f"--auto-augment {name}: timm does not know this specification ({error})") from error
-        ops = getattr(self.policy, "ops", None) or [op for ops in getattr(self.policy, "policy", []) for op in ops]
-        for op in ops:
-            if getattr(op, "aug_fn", None) is auto_augment.posterize:
-                op.aug_fn = _posterize
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        """Augment one image; seeds numpy's generator, from which timm draws as well, from torch's."""
-        numpy.random.seed(int(torch.randint(1 << 32, ())))
-        return self.policy(image)
-
-
-def own_policy(function: Callable[[Image.Image], Image.Image]) -> Callable[[Image.Image], Image.Image]:
-    """Return a function of the user's own, from one PIL image to another, with numpy's generator seeded before a call.
-
-    It raises ImageError if that fails, or returns anything but an image of the same size and mode.
-    """
-
-    def augment(image: Image.Image) -> Image.Image:
-        numpy.random.seed(int(torch.randint(1 << 32, ())))
-        try:
-            result = function(image)
-        except (Exception, SystemExit) as error:  # no fault of the image
-            raise ImageError(one_line(f"--auto-augment has failed: {type(error).__name__}: {error}")) from error
-        found = (result.size, result.mode) if isinstance(result, Image.Image) else result
-        if found != (image.size, image.mode):
-            wanted = f"a PIL image of {image.size} in mode {image.mode}"
-            raise ImageError(one_line(f"--auto-augment returned {found!r:.80}, expected {wanted}"))
-        return result
-
-    return augment
-
-
 @dataclass(kw_only=True, eq=False)
 class ClassificationPresetEval(_Preset):
     """Resize, and cut the centre, with torchvision's defaults; draws nothing.
@@ -435,6 +376,8 @@ def find_policy(args: Any) -> Any:
     """Return the value of `--auto-augment`; for FILE.py:FUNCTION what the function returns, tried on some images."""
     if not split_custom(args.auto_augment or ""):
         return args.auto_augment
+    from loading.policies import own_policy
+
     with in_one_line(f"--auto-augment {args.auto_augment}"):
         policy = load_function("auto_augment", args)()
         image = Image.effect_noise((args.train_crop_size, args.train_crop_size), 64).convert("RGB")

@@ -24,9 +24,8 @@ from distributed.watch import watchdog
 from errors import ImageError, PreemptedError, StorageError, UserError, counted, end_refusals, loader_killed
 from files import write_atomically
 from metrics import Accuracy, Metric, Tally
-from models import gradients, optim
-from models.build import classifier_layers
-from models.freezing import ClassifierFirst, set_training_mode
+from models import build, gradients, optim
+from models.classifier import classifier_layers
 from models.gradients import ShardedStep
 from monitoring.console import command, first_lines, last_lines, log
 from monitoring.gauges import Clock, Gauges
@@ -61,7 +60,7 @@ class Steps:
 
     def begin_epoch(self, model: nn.Module, epoch: int) -> None:
         """Switch the model to training mode."""
-        set_training_mode(model)
+        build.begin_training(model)
 
     def shard(self, shard: int) -> AbstractContextManager:
         """Return the context for the forward and backward pass of one micro-batch of the present step."""
@@ -130,10 +129,19 @@ class Run(Steps):
         super().__init__(sharded_step, Tally(metrics, sampler.shards.num_local))  # the tally of a line
         optimizer, scaler = parts["optimizer"], parts.get("scaler")
         self.lr_scheduler = optim.LRScheduler(args, optimizer)
-        ends = classifier_layers(self.model, len(datasets[1].classes)) if args.freeze_epochs else []
-        self.classifier_first = ClassifierFirst(self.model, ends, args.freeze_epochs, is_ddp=model is not self.model)
+        self.classifier_first = None
+        if args.freeze_epochs:
+            from models.freezing import ClassifierFirst
+
+            ends = classifier_layers(self.model, len(datasets[1].classes))
+            is_ddp = model is not self.model
+            self.classifier_first = ClassifierFirst(self.model, ends, args.freeze_epochs, is_ddp=is_ddp)
         self.window, self.epoch_tally = Tally(metrics), Tally(metrics)  # of a record, of an epoch
-        self.trained = optim.TrainedWeights(self.model, optimizer) if optim.has_two_weights(optimizer) else None
+        self.trained = None
+        if optim.has_two_weights(optimizer):
+            from models.two_weights import TrainedWeights
+
+            self.trained = TrainedWeights(self.model, optimizer)
         parts = {
             **parts, "optimizer": optim.OptimizerState(optimizer), "log_window": self.window,
             "log_epoch": self.epoch_tally, "scaler": scaler if scaler and scaler.is_enabled() else None,
@@ -299,12 +307,16 @@ class Run(Steps):
 
     def begin_epoch(self, model: nn.Module, epoch: int) -> None:
         """Switch the model to training mode, but for the layers that are frozen in this epoch."""
-        self.classifier_first.begin(model, epoch)
+        if self.classifier_first is None:
+            super().begin_epoch(model, epoch)
+        else:
+            self.classifier_first.begin(model, epoch)
 
     def finish_gradients(self) -> None:
         """Make every gradient the mean over all shards, but drop those of frozen layers. Collective."""
         super().finish_gradients()
-        self.classifier_first.drop_gradients()
+        if self.classifier_first is not None:
+            self.classifier_first.drop_gradients()
 
     def steps(self, num_batches: int) -> range:
         """Return the steps of the epoch that are left."""

@@ -18,7 +18,7 @@ import data
 import utils
 from checkpointing.agreement import check_images, check_processes, check_weights
 from checkpointing.guard import check_data, check_options, describe_data, find_hashes
-from checkpointing.published import choose_preprocessing, choose_published_options, preprocessing_line, start_weights
+from checkpointing.preprocessing import choose_preprocessing, preprocessing_line
 from checkpointing.status import note_refusal
 from checkpointing.store import CheckpointManager
 from data import load_data
@@ -30,10 +30,9 @@ from errors import PreemptedError, UserError, end_by, end_process
 from metrics import Accuracy, Tally, build_metrics, check_count, image_numbers, result_line
 from models import build, gradients, optim
 from models.ema import build_ema
-from models.teacher import build_loss
+from models.losses import build_loss
 from models.trained import load_evaluated
 from monitoring.console import hash_line, log
-from monitoring.preview import preview
 from randomness import EVALUATION, seed_device
 from run import BareRun, Run
 from sampler import VirtualShards
@@ -181,8 +180,12 @@ def resolve(args):
     args = config.resolve(args)
     optim.check_schedule(args)
     args, notes = config.on_machine(args)
-    args, more = choose_published_options(args)
-    return args, notes + more
+    if args.weights or args.model.startswith("timm/"):
+        from checkpointing.first_weights import choose_published_options
+
+        args, more = choose_published_options(args)
+        notes += more
+    return args, notes
 
 
 def join(args, notes):
@@ -244,6 +247,15 @@ def find_checkpoint(args, manager):
     return args, state
 
 
+def find_weights(args, state, val):
+    """Return the weights of `--weights`; None without it, and where the checkpoint has them."""
+    if args.weights is None or state is not None:
+        return None
+    from checkpointing.first_weights import start_weights
+
+    return start_weights(args, val)
+
+
 @lent_process()
 def main(args):
     """Train or, with `--test-only`, evaluate; UserError for unusable input. Collective: every rank must call it."""
@@ -260,7 +272,7 @@ def main(args):
     check_data(state, args, *datasets)
     sampler = data.build_train_sampler(datasets[0], args)
     data_loader, loaders = data.build_device_loaders(args, loading, sampler, device)
-    weights = None if state else start_weights(args, datasets[1])
+    weights = find_weights(args, state, datasets[1])
     model_without_ddp = build.move_to_device(build.build_model(args, loading.num_classes, weights), args, device)
     check_weights(model_without_ddp)
     model_ema = build_ema(args, model_without_ddp)
@@ -297,9 +309,10 @@ def cli(args=None):
     try:
         try:
             if args.dry_run:
+                from monitoring.preview import print_preview
+
                 start_signal_handling(is_training=False)
-                text = preview(args)  # after which only the first of several processes prints
-                print(text)
+                print_preview(args)
             else:
                 main(args)
         except PreemptedError as stop:

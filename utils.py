@@ -5,12 +5,13 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from checkpointing.weights import average_checkpoints, store_model_weights
 from distributed import collectives
 from distributed.collectives import (
     get_rank,
@@ -257,3 +258,19 @@ def init_distributed_mode(args: Any) -> None:
 def mkdir(path: str | os.PathLike) -> None:
     """Make a folder and its parents if they are missing."""
     os.makedirs(path, exist_ok=True)
+
+
+def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
+    """Return what `checkpointing.weights.average_checkpoints` does."""
+    from checkpointing import weights
+
+    return weights.average_checkpoints(inputs)
+
+
+def store_model_weights(
+    model: nn.Module, checkpoint_path: str | Path, checkpoint_key: str = "model", strict: bool = True
+) -> str:
+    """Do what `checkpointing.weights.store_model_weights` does."""
+    from checkpointing import weights
+
+    return weights.store_model_weights(model, checkpoint_path, checkpoint_key, strict)

@@ -1,22 +1,19 @@
 """The checkpoints of a run on any number of processes: found, restored, claimed and saved by all ranks together."""
 
-import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import distributed as dist
-
 from checkpointing.archive import Found, load_checkpoint
 from checkpointing.checkpoint import RunState, copy_to_host
-from checkpointing.folder import BEST_FILES, LOCK_WAIT_S, CheckpointFolder, explained, numbered
+from checkpointing.folder import LOCK_WAIT_S, CheckpointFolder, numbered
 from distributed import collectives
 from distributed.launch import read_launch
 from distributed.watch import watchdog
-from errors import StorageError, UserError
-from files import read_bytes, read_json
+from errors import StorageError
+from files import read_json
 
 
 class CheckpointManager:
@@ -38,8 +35,9 @@ class CheckpointManager:
         say = print if rank == 0 else lambda text: print(f"rank {rank}: {text}", force=True)
         self.folder, self.save_per_node = folder, save_per_node
         self._files = CheckpointFolder(folder, keep_last=keep_last, say=say)
-        self._writers, self._group = [0], None  # ranks that write checkpoints, and their group if there are several
-        self._thread, self._saving, self._copying = ThreadPoolExecutor(1, "checkpoint writer"), None, None
+        self._writers = [0]  # ranks that write checkpoints
+        self._copies = None  # on other nodes
+        self._thread, self._saving = ThreadPoolExecutor(1, "checkpoint writer"), None
         self._period_s, self._last_s = 60 * minutes, time.monotonic()
         self._found = None
         self._num_failures = 0  # in a row
@@ -56,7 +54,10 @@ class CheckpointManager:
         """Keep other runs out of the folder until this process ends, as `CheckpointFolder.acquire`."""
         watchdog.beat("locking the output folder", LOCK_WAIT_S)
         if self.save_per_node:
-            self._find_writers()
+            from checkpointing.per_node import NodeCopies
+
+            self._copies = NodeCopies(self._files, self._thread)
+            self._writers = self._copies.find_writers()
         collectives.call_on(self._writers, self._files.acquire)
 
     def is_restarted(self) -> bool:
@@ -71,8 +72,8 @@ class CheckpointManager:
     def read(self, resume: str) -> dict | None:
         """Return the checkpoint that `--resume` names, or None, as `CheckpointFolder.read`; print damaged ones."""
         watchdog.beat("reading the checkpoint")
-        if resume == "auto" and self._group is not None:
-            self._level()
+        if resume == "auto" and self._copies is not None:
+            self._copies.level()
         found = collectives.call_on(self._writers if resume == "auto" else [0], self._files.read, resume)
         if collectives.gather_plain(found is None)[0]:
             if resume == "auto":
@@ -150,10 +151,10 @@ class CheckpointManager:
         failure = collectives.gather_plain(saving.result())[0]
         if failure is None:
             self._num_failures = 0
-            if self._group is not None and collectives.get_rank() in self._writers:
-                self._send()
-            if is_last:
-                self._finish_copy()
+            if self._copies is not None:
+                self._copies.send(self._step, self._best_now)
+                if is_last:
+                    self._copies.finish()
             return True
         self._num_failures += 1
         if is_last or self._num_failures > 1:
@@ -169,86 +170,5 @@ class CheckpointManager:
             failure = saving.exception() or saving.result()  # not raised: it would hide the error that ends the run
             if failure is not None:
                 print(f"warning: {failure}")
-        self._finish_copy()
-
-    # `--save-per-node`: one writer for each folder that the nodes see, and a copy of each checkpoint in every one
-
-    def _find_writers(self) -> None:
-        """Choose each node's first rank, and one of them for a shared folder."""
-        rank, is_first = collectives.get_rank(), read_launch().local_rank == 0
-        firsts = [number for number, is_one in enumerate(collectives.gather_plain(is_first)) if is_one]
-        token = collectives.gather_plain(secrets.token_hex(8))[0]
-        marks = {number: self.folder / f".node-{number}-{token}" for number in firsts}
-        collectives.call_on(firsts, _touch, marks.get(rank))
-        # Look for each mark by its name: a network file system may answer a listing from its cache.
-        lowest = collectives.gather_plain(min([number for number in firsts if marks[number].exists()] + [rank]))
-        if is_first:
-            marks[rank].unlink(missing_ok=True)
-        self._writers = [number for number in firsts if lowest[number] == number]
-        if len(self._writers) < len(firsts):
-            print(f"--save-per-node: {len(firsts)} nodes use {len(self._writers)} folders, with one writer each")
-        if len(self._writers) > 1:
-            with watchdog.waiting():
-                self._group = dist.new_group(self._writers, backend="gloo")
-
-    def _level(self) -> None:
-        """Put the newest checkpoint of all folders, and the best ones that it names, into each."""
-        found = collectives.call_on(self._writers, self._find_newest)
-        steps = collectives.gather_plain(found and found.state["step"])
-        newest = max((step for step in steps if step is not None), default=None)
-        if newest is None:
-            return
-        source = steps.index(newest)
-        bests = found and {name: found.state[name.removesuffix(".pth")] for name in BEST_FILES}
-        bests = collectives.gather_plain(bests)[source]
-        wanted = {self._files.path_of(newest): newest}
-        wanted |= {self.folder / name: best["step"] for name, best in bests.items() if best}
-        for path, step in wanted.items():
-            have = collectives.gather_plain(self._files.find_step(path, step) is not None)
-            collectives.call_on(self._writers, self._fetch, path, step, [rank for rank in self._writers if have[rank]])
-        if source != 0:
-            print(f"the newest checkpoint is the copy of rank {source}")
-
-    def _find_newest(self) -> Found | None:
-        try:
-            return self._files.read("auto")
-        except UserError as error:
-            if error.exit_code != 4:  # none is usable here, and another node may have a good one
-                raise
-        return None
-
-    def _fetch(self, path: Path, step: int, sources: list[int]) -> None:
-        """Write a file that another writer has, if this one lacks it. All writers must call it."""
-        if not sources or len(sources) == len(self._writers):
-            return
-        has_it = collectives.get_rank() in sources
-        payload = read_bytes(self._files.find_step(path, step)) if collectives.get_rank() == sources[0] else None
-        payload = collectives.broadcast_bytes(payload, sources[0], self._group)
-        if not has_it:
-            self._files.put(path, payload)
-
-    def _send(self) -> None:
-        """Send rank 0's newest checkpoint to the other writers, which write it in a thread. All writers call it."""
-        payload = b""
-        if collectives.is_main_process():
-            try:
-                payload = read_bytes(self._files.path_of(self._step))
-            except StorageError as error:
-                print(f"warning: the other nodes get no copy of this checkpoint: {error}")
-        payload = collectives.broadcast_bytes(payload, 0, self._group)
-        if payload and not collectives.is_main_process():
-            self._finish_copy()
-            self._copying = self._thread.submit(self._files.commit, self._step, payload, len(payload), self._best_now)
-
-    def _finish_copy(self) -> None:
-        """Wait for this node's copy; a failure is a warning. Not collective."""
-        copying, self._copying = self._copying, None
-        failure = None if copying is None else copying.result()
-        if failure is not None:
-            self._files.say(f"warning: the copy on this node: {failure}")
-
-
-def _touch(path: Path) -> None:
-    with explained(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        if self._copies is not None:
+            self._copies.finish()

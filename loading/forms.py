@@ -2,7 +2,6 @@
 
 import numbers
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,23 +10,17 @@ from errors import UserError, in_one_line, one_line
 from files import retry
 from loading.decode import HEIC_REMEDY, can_read_heic
 from loading.index import CLASSES, ImageIndex
-from loading.lists import SEPARATORS, ListIndex
-from loading.remote import RemotePack, is_remote
-from loading.source import HEIC_EXTENSIONS, Source, check_label_sets, list_folder
+from loading.source import HEIC_EXTENSIONS, Source, check_label_sets, is_remote, list_folder
 from settings import choices
-from settings.config import ARCHIVES
 from settings.custom_code import load_function
 from settings.options import split_custom
-
-FORMS: list[type[Source]] = [form.load() for form in choices.FORMS.values()]
-
-# Other names of splits, in lower case: Roboflow's valid, Keras's training and validation ...
-_OTHER_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation")}
 
 
 def find_sources(root: Path) -> list[Source]:
     """Return the sources of a split, the preferred first; none is opened yet. UserError if one is not complete."""
-    found = [source for form in FORMS for source in form.find(root)]
+    names = [*list_folder(root), *list_folder(root.parent)]
+    forms = [form for form in choices.FORMS.values() if form.may_be_among(names)]
+    found = [source for form in forms for source in form.load().find(root)]
     has_files = any(Path(source.where).parent == root for source in found)
     if has_files and not any(os.path.isdir(root / name) for name in list_folder(root)):
         # The folder holds the files of another format, and no class folders.
@@ -37,50 +30,12 @@ def find_sources(root: Path) -> list[Source]:
 
 def check_source(root: Path) -> list[Source]:
     """Return the sources that are present for a split, as `find_sources`; UserError if there are none."""
-    found, data_path = find_sources(root), f"--data-path {root.parent}"
+    found = find_sources(root)
     if found:
         return found
-    if any(root.parent.glob("*.parquet")):
-        raise UserError(
-            f"{data_path} holds parquet files, which train.py cannot read; first write their images as class folders: "
-            f"python -m scripts.prepare {root.parent} NEW_FOLDER"
-        )
-    if not root.parent.is_dir():
-        raise UserError(
-            f"{data_path} is not a folder; give the folder with train/ and val/, or with lists such as train.csv"
-        )
-    tables = [name for name in list_folder(root.parent) if Path(name).suffix in SEPARATORS and name[:4] != "LOC_"]
-    if tables and not find_sources(root.parent / "train"):
-        raise UserError(
-            f"{data_path} has no {root.name}/; if {tables[0]} lists the images, rename it to "
-            f"train{Path(tables[0]).suffix}, with the columns path and label, and give --minival 0.1 unless there is "
-            "a val list too"
-        )
-    folders = [name for name in list_folder(root.parent) if (root.parent / name).is_dir() and name[0] != "."]
-    _check_names(root, folders)
-    if folders and root.parent.name in ("train", "val"):
-        raise UserError(f"{data_path} is one split; give the folder that holds it, {root.parent.parent}")
-    if len(folders) > 1 and "val" not in folders and not find_sources(root.parent / "train"):
-        raise UserError(
-            f"{data_path} has no {root.name}/; if {folders[0]}, {folders[1]} ... are the classes, move all of them "
-            "into a folder train/ there, and give --minival 0.1 unless there is a val/ too"
-        )
-    layouts = ", or ".join(form.layout.format(split=root.name) for form in FORMS[1:] + FORMS[:1])
-    hint = "; or give --minival 0.1 to evaluate on held-out training images" if root.name == "val" else ""
-    raise UserError(f"{data_path} has no {root.name}/; it must hold {layouts}{hint}")
+    from loading.missing import explain_missing
 
-
-def _check_names(root: Path, folders: Sequence[str]) -> None:
-    """Refuse a split that is there as a folder of another name, or as an archive; with the command that helps."""
-    moves = {split: f"mv {name} {split}" for split, known in _OTHER_NAMES.items() if split not in folders
-             for name in folders if name.lower() in known}  # fmt: skip
-    words = f"--data-path {root.parent} has no {root.name}/"
-    if root.name in moves:
-        command = f"cd {shlex.quote(str(root.parent))} && {' && '.join(moves.values())}"
-        raise UserError(f"{words}; rename what is there: {command}")
-    for name in list_folder(root.parent):
-        if name.lower().endswith(ARCHIVES) and (name.startswith(root.name) or not folders):
-            raise UserError(f"{words}, but {name}; unpack it, so that {root.name}/ holds a folder for each class")
+    raise explain_missing(root, lambda: bool(find_sources(root.parent / "train")))
 
 
 def open_named(
@@ -96,11 +51,11 @@ def open_named(
         raise UserError(f"{option} {text}: expected NAME=DIR, such as val=/data/imagenet/val")
     if is_remote(place):
         url, _, split = place.rstrip("/").rpartition("/")
-        return name, check_label_sets(RemotePack(url, split, **remote), separator)
+        return name, check_label_sets(_open_pack(url, split, **remote), separator)
     if {"train", "val"} <= {*list_folder(Path(place))}:
         raise UserError(f"{option} {text}: it holds train/ and val/; give one of them, such as {name}={place}/val")
     root = Path(place) if Path(place).name not in ("", "..") else Path(os.path.abspath(place))
-    root = root.with_suffix("") if root.suffix in SEPARATORS else root
+    root = root.with_suffix("") if root.suffix in choices.FORMS["list"].endings else root
     if not find_sources(root):
         raise UserError(
             f"{option} {text}: {place} holds no images; give a folder with one folder for each class, a list, or the "
@@ -125,7 +80,7 @@ def open_source(root: Path, separator: str | None = None, extensions: Sequence[s
         print(one_line(f"{source.where} is used, not {' or '.join(other.where for other in others)}"))
     if source.form == "folder" and os.path.lexists(root.parent / CLASSES):
         print(one_line(f"{root.parent / CLASSES} is not read: class folders are in the order of their names"))
-    if isinstance(source, ListIndex):
+    if source.form == "list":
         source.separator = separator
     if extensions and isinstance(source, ImageIndex):
         if {*HEIC_EXTENSIONS} & {*extensions} and not can_read_heic():
@@ -138,7 +93,7 @@ def open_split(folder: str, args: Any) -> Source:
     """Return a split's opened source, in a folder, behind an address or by FILE.py:FUNCTION; UserError for none."""
     name = os.path.basename(folder)
     if is_remote(args.data_path):
-        return check_label_sets(RemotePack(args.data_path, name, **remote_options(args)), args.multi_label)
+        return check_label_sets(_open_pack(args.data_path, name, **remote_options(args)), args.multi_label)
     if not split_custom(args.data_path or ""):
         return open_source(Path(folder), args.multi_label, args.extensions)
     with in_one_line(f"--data-path {args.data_path}"):
@@ -148,6 +103,13 @@ def open_split(folder: str, args: Any) -> Source:
         _check_labels(check_label_sets(source, args.multi_label))
         source.fingerprint()  # whose names may be no text
     return source
+
+
+def _open_pack(url: str, split: str, **remote: Any) -> Source:
+    """Return a split of the pack behind an address."""
+    from loading.remote import RemotePack
+
+    return RemotePack(url, split, **remote)
 
 
 def _check_labels(source: Source) -> None:

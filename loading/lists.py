@@ -7,8 +7,8 @@ import json
 import os
 import re
 import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -190,16 +190,6 @@ def as_label(value: object) -> str | None:
 
 def _is_number(label: str) -> bool:
     return label.isdecimal() and len(label) < 19
-
-
-def alike_classes(classes: Iterable[str]) -> str:
-    """Return a remark on names of classes that look alike, or an empty text."""
-    forms = defaultdict(list)
-    for name in classes:
-        forms["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(ascii(name))
-    alike = [" and ".join(names) for names in forms.values() if len(names) > 1]
-    words = "differ in case, spaces or Unicode form alone; write them alike if they are one class"
-    return f"classes {', '.join(alike[:3])} {words}" if alike else ""
 
 
 def check_disjoint(train: Source, val: Source) -> None:

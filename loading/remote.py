@@ -7,8 +7,6 @@ import json
 import os
 import random
 import re
-import select
-import signal
 import ssl
 import sys
 import threading
@@ -28,6 +26,7 @@ import numpy
 from distributed import signals
 from errors import ImageError, StorageError, UserError, explain_limit, in_one_line, one_line, require_package
 from files import open_regular
+from loading.child import Client, PassingError, in_child
 from loading.index import ArraySource
 from loading.source import decode_label_sets, digest
 
@@ -58,19 +57,6 @@ _FREE_SHARE = 0.1
 _MAX_INDEX_BYTES, _MAX_HEAD_BYTES, _MAX_UNPACKED_BYTES = 1 << 28, 1 << 24, 1 << 30
 
 T = TypeVar("T")
-
-
-class _PassingError(Exception):
-    """A request failed in a way that may pass; `wait_s` is what the server asks to wait."""
-
-    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
-        super().__init__(reason)
-        self.wait_s = wait_s
-
-
-def is_remote(path: str | None) -> bool:
-    """Tell whether a data path is an address and not a folder."""
-    return "://" in (path or "")
 
 
 def index_name(split: str) -> str:
@@ -144,7 +130,7 @@ class HttpStore:
         Raises:
             UserError: it will never succeed: no such file, no right to read it, more bytes than were asked for or than
                 an index has, too many open files, or a server without ranged reads.
-            _PassingError: it may succeed later.
+            PassingError: it may succeed later.
         """
         where, most = f"{self.url.geturl()}/{name}", size or _MAX_INDEX_BYTES
         path = f"{urllib.parse.quote(self.url.path, safe='/%')}/{urllib.parse.quote(name)}"
@@ -161,7 +147,7 @@ class HttpStore:
             raise UserError(f"{where}: {error.verify_message}; set SSL_CERT_FILE=FILE to trust others") from error
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
             self._local.pid = None
-            raise explain_limit(error) or _PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            raise explain_limit(error) or PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         whole = (response.getheader("Content-Range") or "").rpartition("/")[2]
         return content, int(whole) if whole.isdecimal() and len(whole) < 20 else None
 
@@ -241,7 +227,7 @@ def _refusal(where: str, status: int, reason: str, retry_after: str | None = Non
     """Return the error of an HTTP status."""
     if status in (408, 425, 429) or status >= 500:
         wait = float(retry_after) if (retry_after or "").isdecimal() else 0.0
-        return _PassingError(reason, wait)
+        return PassingError(reason, wait)
     help_of = {
         401: "provide credentials, as for the cloud's own tools", 403: "the credentials do not allow it",
         404: "no such object or bucket; is it a pack that scripts.pack wrote, with its .index.gz files?",
@@ -255,8 +241,6 @@ class ObjectStore:
     Credentials, endpoint and region come from the environment, as by the clouds' own tools. Clients have threads,
     which no fork survives, so each process makes its own when it first reads.
     """
-
-    client_pid: int | None = None  # the process that made the newest client
 
     def __init__(self, url: str) -> None:
         self.url, self._pid, self._store = url, None, None
@@ -286,7 +270,7 @@ class ObjectStore:
         return {each["path"]: each["size"] for each in objects}
 
     def _connect(self, **options: str) -> Any:
-        ObjectStore.client_pid = os.getpid()
+        Client.pid = os.getpid()
         if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
             options["allow_http"] = "true"
         options = {"connect_timeout": f"{_SILENCE_S:.0f}s", "timeout": f"{_TRANSFER_S:.0f}s", **options}
@@ -308,7 +292,7 @@ class ObjectStore:
             # Errors of lists have no classes of their own.
             if missing := re.search("40[0134] [A-Z][A-Za-z ]+", str(error)):
                 raise _refusal(where, int(missing[0][:3]), missing[0]) from error
-            raise explain_limit(RuntimeError(error)) or _PassingError(str(error).splitlines()[0][:200]) from error
+            raise explain_limit(RuntimeError(error)) or PassingError(str(error).splitlines()[0][:200]) from error
 
 
 def open_store(url: str) -> HttpStore | ObjectStore:
@@ -341,7 +325,7 @@ def retry_requests(
     while True:
         try:
             return work()
-        except _PassingError as error:
+        except PassingError as error:
             if time.monotonic() > begin + _QUIET_S and not is_said:
                 print(one_line(f"{where}: {error}; retrying for {timeout_s:g} s"), file=sys.stderr, flush=True)
                 is_said = True
@@ -358,38 +342,6 @@ def retry_requests(
 def read_whole(store: HttpStore | ObjectStore, name: str) -> bytes:
     """Return a whole file; raises as `HttpStore.read`."""
     return store.read(name)[0] if isinstance(store, HttpStore) else in_child(lambda: store.read(name)[0])
-
-
-def in_child(work: Callable[[], bytes], timeout_s: float | None = None) -> bytes:
-    """Return the result of `work`, by a forked process unless a client's threads forbid one; errors as of `work`.
-
-    TimeoutError after `timeout_s` seconds; the process is then killed, and not waited for.
-    """
-    if ObjectStore.client_pid == os.getpid():
-        return work()
-    reader, writer = os.pipe()
-    child = os.fork()  # not multiprocessing's, which would close standard input, and wait for a thread that reads it
-    if not child:
-        try:
-            signals.end_with_parent(signal.SIGKILL)
-            with open(writer, "wb") as file:
-                try:
-                    file.write(b"+" + work())
-                except BaseException as error:  # a byte of its kind, and its text: nothing is unpickled
-                    file.write(f"{'~' if isinstance(error, _PassingError) else '-'}{error}".encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as file:
-        if not select.select([file], [], [], timeout_s)[0]:
-            os.kill(child, signal.SIGKILL)
-            raise TimeoutError
-        content = file.read()
-    os.waitpid(child, 0)
-    if content[:1] == b"+":
-        return content[1:]
-    text = content[1:].decode(errors="replace") or "the process that was reading it ended"
-    raise (UserError if content[:1] == b"-" else _PassingError)(text)
 
 
 class Cache:
@@ -548,7 +500,7 @@ class RemotePack(ArraySource):
                     f"{where} has {whole:,} bytes, but had {shard['bytes']:,}: it has changed; start again"
                 )
             if len(content) != end - start:
-                raise _PassingError(f"only {len(content):,} of {end - start:,} bytes received")
+                raise PassingError(f"only {len(content):,} of {end - start:,} bytes received")
             return content
 
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import unicodedata
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable
@@ -206,6 +207,16 @@ def first_of_each_class(source: Source, num_images: int) -> numpy.ndarray:
     return numpy.sort(numpy.lexsort((labels, turns))[:num_images])
 
 
+def alike_classes(classes: Iterable[str]) -> str:
+    """Return a remark on names of classes that look alike, or an empty text."""
+    forms = defaultdict(list)
+    for name in classes:
+        forms["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(ascii(name))
+    alike = [" and ".join(names) for names in forms.values() if len(names) > 1]
+    words = "differ in case, spaces or Unicode form alone; write them alike if they are one class"
+    return f"classes {', '.join(alike[:3])} {words}" if alike else ""
+
+
 def without(source: Source, numbers: Iterable[int]) -> Subset:
     """Return all images of a source but some."""
     return Subset(source, numpy.setdiff1d(numpy.arange(len(source)), numpy.fromiter(numbers, dtype=numpy.int64)))
@@ -227,6 +238,11 @@ def decode_label_sets(folders: dict[str, list[str]], classes: list[str]) -> nump
     if not is_known or len({*classes}) < len(classes) or {*map(type, classes)} != {str}:
         raise ValueError("it has no valid classes and labels")
     return numpy.array([[name in labels for name in classes] for labels in folders.values()], dtype=bool)
+
+
+def is_remote(path: str | None) -> bool:
+    """Tell whether a data path is an address and not a folder."""
+    return "://" in (path or "")
 
 
 def check_num_bytes(num_bytes: int) -> None:

@@ -1,21 +1,13 @@
 """Losses: by name, weighted by class, of auxiliary classifiers, and of the user's own."""
 
-import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from errors import UserError, counted, did_you_mean, in_one_line
-from loading.lists import read_table
-from loading.source import count_classes
-from metrics import example_targets
-from models.build import AUXILIARY_WEIGHTS, further_outputs
+from models.classifier import AUXILIARY_WEIGHTS
 from settings.choices import LOSSES
 from settings.custom_code import load_function
 from settings.options import split_custom
@@ -98,34 +90,6 @@ class FocalLoss(nn.Module):
         return terms.sum(dim=1).mean()
 
 
-def class_weights(args: Any, dataset: Dataset) -> Tensor:
-    """Return (num_classes,) float32 on the device: the weights of `--class-weights` for a training set.
-
-    Balanced ones are images / (classes x images of the class), as scikit-learn's; with `--bce-loss` negatives /
-    positives, as torch's page on `BCEWithLogitsLoss` has it.
-
-    Raises:
-        UserError: the file cannot be read, or does not give one weight above 0 to each class.
-    """
-    if args.class_weights == "balanced":
-        counts = count_classes(dataset.index).clip(min=1)
-        others = (len(dataset) - counts).clip(min=1) if args.bce_loss else len(dataset) / len(counts)
-        return torch.tensor(others / counts, dtype=torch.float32, device=args.device)
-    found = {}
-    with in_one_line(f"--class-weights {args.class_weights}"):
-        for line, row in read_table(Path(args.class_weights), ("class", "weight")):
-            name, weight = str(row["class"]), float(row["weight"])
-            if name not in dataset.classes or name in found:
-                reason = "listed twice" if name in found else f"no class{did_you_mean(name, dataset.classes)}"
-                raise UserError(f"line {line}: {name} is {reason}")
-            if not 1e-6 <= weight <= 1e6:
-                raise UserError(f"line {line}: the weight is {weight:g}; expected 0.000001 to 1,000,000")
-            found[name] = weight
-        if missing := [name for name in dataset.classes if name not in found]:
-            raise UserError(f"{counted(len(missing), 'class')} missing, such as {missing[0]}; give each class a weight")
-    return torch.tensor([found[name] for name in dataset.classes], dtype=torch.float32, device=args.device)
-
-
 class AuxiliaryLoss(nn.Module):
     """Add the losses of auxiliary classifiers, whose scores GoogLeNet and Inception v3 return after the main ones.
 
@@ -145,6 +109,19 @@ class AuxiliaryLoss(nn.Module):
         return self.criterion(main, target) + self.weight * torch.stack(losses).sum()
 
 
+def build_loss(args: Any, student: nn.Module, train: Dataset | None, val: Dataset) -> nn.Module:
+    """Return the loss of `build_criterion`, in a `Distillation` for training with `--teacher`; UserError for a misfit.
+
+    `student` is the bare model on its device; the classes' names are those of the validation set `val`.
+    """
+    criterion = build_criterion(args, train, student)
+    if args.teacher is None or args.test_only:
+        return criterion
+    from models.teacher import distil
+
+    return distil(args, student, criterion, list(val.classes))
+
+
 def build_criterion(args: Any, train: Dataset | None = None, model: nn.Module | None = None) -> nn.Module:
     """Return the loss of the options; `--class-weights` weighs the classes of `train`. UserError if it is none.
 
@@ -153,49 +130,15 @@ def build_criterion(args: Any, train: Dataset | None = None, model: nn.Module | 
     name = args.criterion or ("bce" if args.bce_loss else "cross_entropy")
     build = load_function("criterion", args, name)
     if split_custom(name):
-        criterion = _build_own(args, build, 0 if train is None else len(train.classes), model)
+        from models.own_loss import build_own
+
+        criterion = build_own(args, build, 0 if train is None else len(train.classes), model)
     else:
-        weight = class_weights(args, train) if args.class_weights and train is not None else None
+        weight = None
+        if args.class_weights and train is not None:
+            from models.class_weights import class_weights
+
+            weight = class_weights(args, train)
         criterion = build(**{option: getattr(args, option) for option in LOSSES[name].options}, weight=weight)
     weight = AUXILIARY_WEIGHTS.get(args.model)
     return criterion if weight is None else AuxiliaryLoss(criterion, weight)
-
-
-def _build_own(args: Any, build: Callable[[], Any], num_classes: int, model: nn.Module | None) -> Any:
-    """Return a loss of the user's own, tried on some scores of that many classes; UserError if it is none."""
-    with in_one_line(f"--criterion {args.criterion}"):
-        torch.manual_seed(args.seed)  # in a resumed run too
-        criterion = build()
-        if not callable(criterion):
-            raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
-        targets = example_targets(args, num_classes) if num_classes else []
-        if targets:
-            scores = torch.arange(len(targets[0]) * num_classes).view(-1, num_classes).cos()
-            more = further_outputs(model, args, len(scores)) if model is not None and split_custom(args.model) else ()
-            outputs = [scores, (scores, *more)] if more else [scores]
-        for target in targets:
-            for output in outputs:
-                _check_loss(criterion, output, target)
-    return criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
-
-
-def _check_loss(criterion: Any, output: Tensor | tuple, target: Tensor) -> None:
-    """Refuse a loss of the user's own that is no mean, has no gradient, or has numbers that nobody trains or saves."""
-
-    def repeated(part: Any) -> Any:
-        is_batch = isinstance(part, Tensor) and part.shape[:1] == target.shape[:1]
-        part = torch.cat([part] * 3) if is_batch else part
-        return part.requires_grad_() if is_batch and part.is_floating_point() else part
-
-    trial = copy.deepcopy(criterion)
-    kind = "scores" if isinstance(output, Tensor) else f"a tuple of {len(output)}, as the model returns in training,"
-    with in_one_line(f"{kind} and targets of shape {tuple(target.shape)}"):
-        loss, thrice = trial(output, target), trial(tree_map(repeated, output), torch.cat([target] * 3))
-    is_loss = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point() and thrice.requires_grad
-    if not is_loss or (loss and thrice.isclose(3 * loss)):
-        found = f"{loss!r:.40}, and of three copies {thrice!r:.40}"
-        raise UserError(f"the loss is {found}; expected the mean over the batch, a 0-d tensor with a gradient")
-    if isinstance(criterion, nn.Module):
-        is_trained = any(each.requires_grad for each in criterion.parameters())
-        if is_trained or not all(map(torch.equal, criterion.buffers(), trial.buffers())):
-            raise UserError("a loss's parameters and buffers are not trained or saved; move them into the model")

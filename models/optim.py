@@ -3,18 +3,15 @@
 import importlib
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from errors import UserError, did_you_mean, in_one_line, require_timm
+from errors import UserError, in_one_line, require_timm
 from settings import choices
 from settings.choices import OPTIMIZERS, SCHEDULES
 from settings.custom_code import load_function
@@ -79,7 +76,11 @@ def build_parameter_groups(args: Any, model: nn.Module) -> list[dict]:
         groups = set_weight_decay(model, args.weight_decay, args.norm_weight_decay, custom_keys_weight_decay=keys)
     else:
         groups = exempt_from_decay(model, args.weight_decay)
-    return groups if args.layer_decay is None else split_by_layer(model, groups, args.layer_decay, scaled_lr(args))
+    if args.layer_decay is None:
+        return groups
+    from models.layer_decay import split_by_layer
+
+    return split_by_layer(model, groups, args.layer_decay, scaled_lr(args))
 
 
 def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -95,57 +96,6 @@ def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
         if parameter.requires_grad:
             groups[parameter.ndim <= 1 or name.endswith("bias") or is_named].append(parameter)
     return [{"params": groups[key], "weight_decay": 0.0 if key else weight_decay} for key in groups if groups[key]]
-
-
-# A part of a parameter's name that numbers a layer among layers of one kind: 3, encoder_layer_3, denseblock2 ...
-_LAYER = re.compile(r"\d+|.*(layer|block|stage)_?\d+")
-
-
-def layers_of(model: nn.Module) -> dict[str, int]:
-    """Return each parameter's layer, from the input: 0 for the stem, then each block, then all layers after the blocks.
-
-    timm's models group their parameters themselves.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    if hasattr(model, "group_matcher"):
-        grouped = importlib.import_module("timm.models").group_parameters
-        numbers = grouped(model, model.group_matcher(coarse=False), reverse=True)
-        return {name: numbers.get(name, max(numbers.values())) for name in names}
-    blocks = {name: block for name in names if (block := _block_of(name))}
-    order = {block: number for number, block in enumerate(dict.fromkeys(blocks.values()), 1)}
-    last = max((index for index, name in enumerate(names) if name in blocks), default=-1)
-    ends = {name: 0 if index < last else len(order) + 1 for index, name in enumerate(names)}
-    return {name: order[blocks[name]] if name in blocks else ends[name] for name in names}
-
-
-def _block_of(name: str) -> str:
-    """Return the part of a parameter's name that tells its block, up to the last number in a row; "" if none does."""
-    parts = name.split(".")[:-1]
-    is_number = [bool(_LAYER.fullmatch(part)) for part in parts]
-    if not any(is_number):
-        return ""
-    begin = is_number.index(True)
-    length = [*is_number[begin:], False].index(False)
-    return ".".join(parts[: begin + length])
-
-
-def split_by_layer(model: nn.Module, groups: list[dict], decay: float, lr: float) -> list[dict]:
-    """Give each layer of every group a learning rate of its own, `decay` times that of the layer above it.
-
-    As in BEiT (Bao et al., arXiv 2106.08254) and ConvNeXt's fine-tuning. A group's `lr_scale` multiplies the schedule.
-    """
-    numbers = layers_of(model)
-    layers = {parameter: numbers[name] for name, parameter in model.named_parameters()}
-    top = max(numbers.values())
-    width = len(str(top))
-    split = []
-    for group in groups:
-        for layer in sorted({layers[parameter] for parameter in group["params"]}):
-            params = [parameter for parameter in group["params"] if layers[parameter] == layer]
-            scale = decay ** (top - layer)
-            rate = {"lr": lr * scale, "lr_scale": scale, "name": f"layer{layer:0{width}}"}
-            split.append({**group, "params": params, **rate})
-    return split
 
 
 def current_lr(optimizer: torch.optim.Optimizer) -> float:
@@ -169,27 +119,10 @@ def find_optimizer(args: Any) -> tuple[Callable[..., torch.optim.Optimizer], cho
     """Return the function of `--opt`, which may be timm's or the user's own, and its row; UserError for other names."""
     if args.opt in OPTIMIZERS:
         return OPTIMIZERS[args.opt].load(), OPTIMIZERS[args.opt]
-    if split_custom(args.opt):
-        build = load_function("opt", args)
-        taken = inspect.signature(build).parameters
-    else:
-        optimizers = importlib.import_module(f"{require_timm('--opt', args.opt).__name__}.optim")
-        name = args.opt.removeprefix("timm/")
-        if name.endswith("muon"):
-            set_muon_type(torch.float32 if args.amp_dtype == "float32" else torch.bfloat16)
-        if name not in optimizers.list_optimizers():
-            hint = did_you_mean(name, optimizers.list_optimizers(), prefix="timm/")
-            raise UserError(f"--opt {args.opt}: timm has no such optimizer{hint}")
-        facts = optimizers.get_optimizer_info(name)
-        build = partial(optimizers.create_optimizer_v2, opt=facts.name)
-        taken = [argument for argument in _TAKEN.values() if getattr(facts, f"has_{argument}")]
+    from models.other_optimizers import find_other
+
+    build, taken = find_other(args, _TAKEN.values())
     return build, choices.Optimizer(args.opt, tuple(option for option in _TAKEN if _TAKEN[option] in taken))
-
-
-def set_muon_type(dtype: torch.dtype) -> None:
-    """Set the type in which timm's Muon orthogonalises: its optimizers have no option for this argument."""
-    muon = importlib.import_module("timm.optim.muon")
-    muon.zeropower_via_newtonschulz = partial(muon.zeropower_via_newtonschulz, dtype=dtype)  # replaces an earlier one
 
 
 def zero_momentum(optimizer: torch.optim.Optimizer) -> None:
@@ -237,52 +170,6 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
 def has_two_weights(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer trains other weights than it evaluates, as schedule-free ones (arXiv 2405.15682)."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-
-
-class TrainedWeights:
-    """The weights that an optimizer with `train()` and `eval()` trains, while the model has those to evaluate.
-
-    Evaluations see the weights of `eval()`, and checkpoints hold them as `model` and those of training beside them.
-    Afterwards the model has its weights of before in every bit, which `train()` alone would not give back: so a save
-    changes no number.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer, self._kept = model, optimizer, None
-        optimizer.train()
-
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Surround an evaluation or a save; inside another such block it does nothing."""
-        if self._kept is not None:
-            yield
-            return
-        self._kept = self._copy()
-        self.optimizer.eval()
-        evaluated = self._copy()
-        self.optimizer.train()
-        self._set(evaluated)
-        try:
-            yield
-        finally:
-            self._set(self._kept)
-            self._kept = None
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights that are trained, by their names."""
-        return self._kept or self._copy()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Give the model the weights that are trained; KeyError if one is missing."""
-        self._set({name: state[name] for name, _ in self.model.named_parameters()})
-
-    def _copy(self) -> dict[str, Tensor]:
-        return {name: each.detach().clone() for name, each in self.model.named_parameters()}
-
-    @torch.no_grad()
-    def _set(self, weights: dict[str, Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(weights[name])
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:

@@ -5,14 +5,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from checkpointing.guard import compare_classes, find_disorder
 from checkpointing.published import fetch_by_name
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from errors import UserError, find_timm_config, in_one_line
-from models.losses import build_criterion
-from models.trained import build_evaluated
+from models.of_weights import build_evaluated
 from settings import config
 from settings.options import WHY_TYPED, is_same_model, split_custom
 
@@ -70,17 +68,11 @@ class Distillation(nn.Module):
         return (1 - self.alpha) * self.criterion(output, target) + self.alpha * loss
 
 
-def build_loss(args: config.Resolved, student: nn.Module, train: Dataset | None, val: Dataset) -> nn.Module:
-    """Return the loss of `build_criterion`, in a `Distillation` for training with `--teacher`; UserError for a misfit.
-
-    `student` is the bare model on its device; the classes' names are those of the validation set `val`.
-    """
-    criterion = build_criterion(args, train, student)
-    if args.teacher is None or args.test_only:
-        return criterion
+def distil(args: config.Resolved, student: nn.Module, criterion: nn.Module, classes: list[str]) -> Distillation:
+    """Return the loss of training with `--teacher`, around that of the targets; UserError for a misfit."""
     memory_format = torch.channels_last if args.channels_last else torch.preserve_format
     device = next(student.parameters()).device
-    teacher = build_teacher(args, list(val.classes)).to(device, memory_format=memory_format)
+    teacher = build_teacher(args, classes).to(device, memory_format=memory_format)
     return Distillation(
         criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha,
         temperature=args.distillation_temperature,

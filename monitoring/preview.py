@@ -5,14 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from checkpointing.published import choose_published_options, read_weights
+from checkpointing.first_weights import choose_published_options, read_weights
 from distributed import collectives
 from errors import UserError, counted
-from loading.decode import Decoding, turned_share
+from loading.decode import Decoding
 from loading.forms import open_split
-from loading.lists import alike_classes
-from loading.remote import is_remote
-from loading.source import list_folder, minival_numbers
+from loading.remarks import turned_share
+from loading.source import alike_classes, is_remote, list_folder, minival_numbers
 from metrics import build_metrics
 from models import optim
 from models.build import build_without_memory, check_model
@@ -25,6 +24,12 @@ from settings.options import split_custom
 
 # ImageNet-1k, which a preview without data assumes.
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000
+
+
+def print_preview(args: Any) -> None:
+    """Print the text of `--dry-run`."""
+    text = preview(args)  # after which only the first of several processes prints
+    print(text)
 
 
 def preview(args: Any) -> str:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from checkpointing.folder import numbered
-from checkpointing.published import usable_preprocessing
+from checkpointing.preprocessing import usable_preprocessing
 from checkpointing.weights import Weights, as_checkpoint, average_weights, read_content
 from data import IndexedImageFolder
 from errors import UserError, counted

@@ -28,13 +28,13 @@ from PIL import Image
 from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
 from files import retry
-from loading.decode import MODES, Decoding, decode_plainly, load_image, orientation_of, resized_size, unused_range
+from loading.decode import MODES, Decoding, decode_plainly, load_image, orientation_of, resized_size
 from loading.forms import open_source
-from loading.lists import alike_classes
 from loading.loader import check_workers
 from loading.progress import Progress, size_text
+from loading.remarks import unused_range
 from loading.remote import RemotePack
-from loading.source import Source, count_classes
+from loading.source import Source, alike_classes, count_classes
 from scripts import tool
 from settings.options import BY_NAME
 

@@ -56,10 +56,11 @@ from loading.decode import Decoding, decode_plainly
 from loading.forms import open_named
 from loading.progress import Progress
 from loading.source import Source, labels_of
-from metrics import F1, average_precision, bootstrap_interval, calibration_error, image_numbers, rank_classes
+from metrics import F1, average_precision, image_numbers, rank_classes
 from models.build import FlipAverage, autocast, move_to_device, set_up_device, set_up_threads
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from scripts.report import draw_confusion, page, saved, show_images, table
+from scripts.scores import bootstrap_interval, calibration_error
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
 from scripts.trained import (
     Trained,

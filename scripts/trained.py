@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpointing.published import fetch_by_name, preprocessing_line
+from checkpointing.preprocessing import preprocessing_line
+from checkpointing.published import fetch_by_name
 from checkpointing.weights import Weights, load_weights
 from errors import UserError, in_one_line, is_printable, one_line, require_package
 from files import read_json
 from loading.loader import check_workers
-from models.trained import build_evaluated
+from models.of_weights import build_evaluated
 from presets import ClassificationPresetEval, build_presets
 from scripts.tool import add_train_option, positive
 from settings import config

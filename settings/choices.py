@@ -5,7 +5,7 @@ FILE.py:FUNCTION, into the function. A row's options are names of `args`, which 
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,17 @@ class Logger(Choice):
     """A logger of `--logger`, as `monitoring.loggers` describes them."""
 
     package: str = ""  # which pip installs, if this project does not
+
+
+@dataclass(frozen=True)
+class Form(Choice):
+    """A form of data, whose class finds its files in a folder."""
+
+    endings: tuple[str, ...] = ()  # of names without which there is none of it; its module is then not imported
+
+    def may_be_among(self, names: Iterable[str]) -> bool:
+        """Tell whether files of these names may be of this form."""
+        return not self.endings or any(name.endswith(self.endings) for name in names)
 
 
 SCHEDULES = {
@@ -108,16 +119,16 @@ METRICS = {name: curve for name, curve in CURVES.items() if name not in ("loss",
 
 LOGGERS = {
     "tensorboard": Logger("monitoring.events:EventFile"),
-    "wandb": Logger("monitoring.loggers:Wandb", package="wandb"),
-    "mlflow": Logger("monitoring.loggers:MLflow", package="mlflow"),
+    "wandb": Logger("monitoring.services:Wandb", package="wandb"),
+    "mlflow": Logger("monitoring.services:MLflow", package="mlflow"),
     "none": Logger("monitoring.loggers:no_logger"),
 }
 
 # Forms of data, in order of preference; each is a subclass of `loading.source.Source`.
 FORMS = {
-    "list": Choice("loading.lists:ListIndex"),
-    "folder": Choice("loading.index:FolderIndex"),
-    "tar": Choice("loading.tars:TarIndex"),
+    "list": Form("loading.lists:ListIndex", endings=(".csv", ".tsv", ".jsonl")),
+    "folder": Form("loading.index:FolderIndex"),
+    "tar": Form("loading.tars:TarIndex", endings=(".tar",)),
 }
 
 # The options that take a name of a table or FILE.py:FUNCTION, and what the names are of.

@@ -18,9 +18,9 @@ from typing import Any, Self, TypeVar
 
 from distributed.launch import Launch, read_launch
 from errors import UserError, aligned, counted, did_you_mean, end_by, end_process, in_one_line, is_printable, one_line
-from settings import options, other_scripts
+from settings import options
 from settings.choices import LOGGERS, OPTIMIZERS, POLICIES, TABLES
-from settings.custom_code import hash_code, own_code, parse_kwargs
+from settings.custom_code import own_code, parse_kwargs
 from settings.options import (
     ALWAYS,
     BY_NAME,
@@ -324,7 +324,7 @@ def write_recipe(args: Assigned) -> str:
 def parse_args(argv: Sequence[str] | None = None) -> Parsed:
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
     parser = options.build_parser()
-    parser.explain, parser.lines_about = other_scripts.explain, other_scripts.lines_about
+    parser.explain, parser.lines_about = _explain, _lines_about
     typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if "recipe" not in typed:
         return resolve(typed)
@@ -335,6 +335,20 @@ def parse_args(argv: Sequence[str] | None = None) -> Parsed:
     if "model" not in given and (found := re.search(r"--model \S+\.py:\S+", str(recipe.get("command")))):
         raise UserError(f"--recipe {typed.recipe} names no model; give {found[0]}, or another one")
     return resolve(given, recipe.get("reference-global-batch"), typed=vars(typed).keys())
+
+
+def _explain(words: Sequence[str], parser: argparse.ArgumentParser) -> UserError:
+    """Return the error about a command line that cannot be parsed, which may be of another script."""
+    from settings import other_scripts
+
+    return other_scripts.explain(words, parser)
+
+
+def _lines_about(word: str) -> list[str]:
+    """Return what other scripts' flags that hold a word are here."""
+    from settings import other_scripts
+
+    return other_scripts.lines_about(word)
 
 
 def read_command_line() -> Parsed:
@@ -438,7 +452,12 @@ def resolve(
 def _hash_own(values: dict[str, Any]) -> str:
     """Return the hashes of the files that options name and that change numbers."""
     weights = [(name, values[name]) for name in ("class_weights", "teacher") if os.path.isfile(values[name] or "")]
-    return hash_code([*own_code(values), *weights])
+    files = [*own_code(values), *weights]
+    if not files:
+        return ""
+    from settings.own_code import hash_code
+
+    return hash_code(files)
 
 
 def _choose_loss(values: dict[str, Any], typed: Collection[str]) -> dict[str, Any]:

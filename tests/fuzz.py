@@ -46,8 +46,8 @@ from distributed import collectives
 from distributed.launch import read_launch
 from loading import decode, forms, index
 from models import optim
-from models.build import load_matching
 from models.ema import build_ema
+from models.matching import load_matching
 from models.trained import load_evaluated
 from settings import config, options
 from tests import images

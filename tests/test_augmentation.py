@@ -14,7 +14,8 @@ from torchvision.transforms import InterpolationMode, autoaugment, v2
 
 import data
 import transforms
-from presets import TimmPolicy, build_presets
+from loading.policies import TimmPolicy
+from presets import build_presets
 from randomness import AUGMENTATION, seed_host
 from tests import test_recipes
 from tests.images import picture
@@ -130,7 +131,7 @@ def test_mixing_draws_as_its_source(args):
 @pytest.mark.parametrize("name", ["rand-m10-inc1", "rand-m10-mstd2-inc1", "original-mstd9", "augmix-m10-mstd9"])
 def test_timms_policies_take_their_strongest_levels(name):
     """Pillow 13 refuses to keep none of the bits, which timm asks for at level 10: then each channel is 0."""
-    policy = TimmPolicy(f"timm/{name}", 32, tv.InterpolationMode.BICUBIC).policy
+    policy = TimmPolicy(f"timm/{name}", 32, tv.InterpolationMode.BICUBIC, (0.5, 0.5, 0.5)).policy
     image = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=numpy.uint8))
     ops = getattr(policy, "ops", None) or [op for ops in policy.policy for op in ops]
     posterize = [op for op in ops if "Posterize" in op.name]

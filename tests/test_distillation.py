@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from checkpointing.archive import load_checkpoint
 from errors import UserError
 from models.build import build_model
-from models.losses import AuxiliaryLoss
-from models.teacher import Distillation, build_loss, build_teacher
+from models.losses import AuxiliaryLoss, build_loss
+from models.teacher import Distillation, build_teacher
 from settings import config
 from tests.endings import differing, read_metrics
 from tests.exports import run_tool

@@ -11,7 +11,7 @@ import pytest
 from torchvision import datasets
 
 from errors import UserError
-from loading import index, lists
+from loading import index, lists, source
 from loading.forms import open_named, open_source
 from tests.images import write_images
 from tests.ranks import run_ranks, tool_rank
@@ -244,9 +244,9 @@ def test_a_list_of_a_spreadsheet_on_windows_is_read(folder):
 
 
 def test_labels_that_look_alike_are_told_by_every_start(folder, tmp_path):
-    assert lists.alike_classes(["a", "b", "ab", "ba"]) == ""
+    assert source.alike_classes(["a", "b", "ab", "ba"]) == ""
     forms = {unicodedata.normalize(form, "Käfer") for form in ("NFC", "NFD")}
-    assert lists.alike_classes([*forms, "x"]).startswith("classes 'K")
+    assert source.alike_classes([*forms, "x"]).startswith("classes 'K")
     edited(folder, label="CLASS0")
     argv = ["--data-path", folder, "--minival", "0.2", *SMALL, "--batch-size", 2, "--epochs", 1]
     starts = [run_train(tmp_path, *argv, *more, "--output-dir", tmp_path / "out") for more in ([], ["--dry-run"])]

@@ -34,8 +34,10 @@ from loading.index import ArraySource, encode
 from loading.remote import RemotePack
 from loading.source import first_of_each_class
 from models.build import build_model
-from models.losses import build_criterion, class_weights
+from models.class_weights import class_weights
+from models.losses import build_criterion
 from scripts import evaluate
+from scripts.scores import bootstrap_interval, calibration_error
 from scripts.trained import open_trained
 from settings import config
 from tests.endings import differing, differing_results, read_metrics, read_points
@@ -646,14 +648,14 @@ def test_the_interval_is_that_of_a_plain_bootstrap():
     generator = numpy.random.default_rng(7)
     shares = sorted(hits[generator.integers(0, 60, 60)].mean() for _ in range(4000))
     # Resamples have shares a sixtieth apart; the percentiles of another drawing may be one of them off.
-    assert metrics.bootstrap_interval(41, 60) == metrics.bootstrap_interval(41, 60)
-    assert metrics.bootstrap_interval(41, 60) == pytest.approx([shares[100], shares[3900]], abs=1 / 60 + 1e-9)
+    assert bootstrap_interval(41, 60) == bootstrap_interval(41, 60)
+    assert bootstrap_interval(41, 60) == pytest.approx([shares[100], shares[3900]], abs=1 / 60 + 1e-9)
 
 
 def test_a_bin_of_the_calibration_error_holds_its_upper_edge():
     # 3/15 is in bin 3, of which both images are: their mean confidence is 0.19, and one of two is right.
-    assert metrics.calibration_error(numpy.array([0.2, 0.18]), numpy.array([True, False])) == pytest.approx(0.31)
-    assert metrics.calibration_error(numpy.array([1.0, 0.0]), numpy.array([True, False])) == 0
+    assert calibration_error(numpy.array([0.2, 0.18]), numpy.array([True, False])) == pytest.approx(0.31)
+    assert calibration_error(numpy.array([1.0, 0.0]), numpy.array([True, False])) == 0
 
 
 def test_a_tar_and_the_average(of_three, images, tmp_path):

@@ -20,10 +20,12 @@ from checkpointing.schema import check_schema
 from checkpointing.weights import Weights
 from errors import UserError
 from models import build, optim
-from models.build import build_model, build_without_memory, classifier_layers, load_matching, set_training_mode
+from models.build import begin_training, build_model, build_without_memory
+from models.classifier import AUXILIARY_WEIGHTS, classifier_layers
 from models.ema import ExponentialMovingAverage
 from models.freezing import freeze_batchnorm
 from models.losses import build_criterion
+from models.matching import load_matching
 from sampler import TrainSampler, VirtualShards
 from settings import config
 from tests.endings import differing, flatten
@@ -139,7 +141,7 @@ def changed_by_a_step(model, args, image):
     """Return the names of the parameters and buffers that a step changes."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
-    set_training_mode(model)
+    begin_training(model)
     build_criterion(args)(model(image), torch.arange(len(image))).backward()
     optimizer.step()
     return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
@@ -171,7 +173,7 @@ def test_frozen_batchnorm_without_factors_keeps_its_statistics_and_dropout_besid
         nn.Sequential(nn.BatchNorm2d(4), nn.Dropout()),
     )  # fmt: skip
     freeze_batchnorm(model)
-    set_training_mode(model)
+    begin_training(model)
     assert [module.training for module in model.modules()] == [True, True, False, True, False, True]
     model(torch.randn(8, 3, 4, 4))
     assert all(not module.running_mean.any() for module in (model[1], model[2][0]))
@@ -211,7 +213,7 @@ def test_layers_before_the_named_one_are_frozen_in_the_order_of_the_model(model,
 ])  # fmt: skip
 def test_the_classifier_is_found_and_no_inner_layer_of_as_many_outputs(model, ends):
     for num_classes in (37, 768, 1024):
-        options = {"init_weights": False} if model in build.AUXILIARY_WEIGHTS else {}
+        options = {"init_weights": False} if model in AUXILIARY_WEIGHTS else {}
         with torch.device("meta"):
             built = torchvision.models.get_model(model, num_classes=num_classes, **options)
         assert classifier_layers(built, num_classes) == ends

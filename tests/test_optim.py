@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from errors import UserError
 from models import optim
-from models.gradients import PairwiseGradientSum, ShardedStep
+from models.gradients import ShardedStep
+from models.layer_decay import layers_of
+from models.pairwise import PairwiseGradientSum
 from sampler import VirtualShards
 from settings import choices, config
 from tests.endings import differing, flatten
@@ -120,7 +122,7 @@ def test_norms_of_all_kinds_beside_frozen_and_shared_parameters(norm):
                   "encoder.layers.encoder_layer_11.ln_2.bias": 12, "encoder.ln.weight": 13, "heads.head.weight": 13}),
 ])  # fmt: skip
 def test_layers_are_numbered_from_the_input(model, expected):
-    numbers = optim.layers_of(model_of(model))
+    numbers = layers_of(model_of(model))
     assert {name: numbers[name] for name in expected} == expected
     assert list(numbers.values()) == sorted(numbers.values())
 

@@ -19,8 +19,8 @@ import torchvision
 from PIL import Image, ImageOps
 from torch.nn import functional as F
 
-import data
-from checkpointing.published import add_published_options, choose_preprocessing
+from checkpointing.first_weights import add_published_options, choose_published_options
+from checkpointing.preprocessing import choose_preprocessing
 from checkpointing.weights import BARE, Weights
 from errors import UserError
 from models.build import check_model
@@ -244,7 +244,7 @@ def test_what_a_file_says_and_cannot_be_used_is_refused_and_timms_crop_mode_is_f
 
 
 def taken(*argv):
-    return data.choose_published_options(config.parse_args(["--synthetic", *argv]))
+    return choose_published_options(config.parse_args(["--synthetic", *argv]))
 
 
 def test_timms_models_are_given_images_as_timms_config_says():

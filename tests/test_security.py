@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-import train
 from checkpointing.archive import load_checkpoint
+from checkpointing.first_weights import start_weights
 from checkpointing.weights import load_weights
 from errors import UserError
 from tests.images import write_images
@@ -86,7 +86,7 @@ datasets.ImageFolder(folder, transform)
 def test_no_module_unpickles_extracts_evaluates_or_downloads():
     trees = {path.name: ast.parse(path.read_text()) for path in SOURCES}
     found = {name: offences(tree) for name, tree in trees.items()}
-    assert found.pop("custom_code.py") == ["spec.loader.exec_module"]  # a user's own files are run in one place
+    assert found.pop("own_code.py") == ["spec.loader.exec_module"]  # a user's own files are run in one place
     found["remote.py"] = [name for name in found["remote.py"] if name.split(".")[0] not in ("http", "urllib")]
     found["joining.py"].remove("socket.create_connection")  # closed at once, to see whether rank 0 listens
     assert not any(found.values()), found
@@ -138,5 +138,5 @@ def test_hostile_files_are_refused_even_where_the_environment_says_otherwise(mon
             read(path)
     args = types.SimpleNamespace(model="resnet18", weights="IMAGENET1K_V1")
     with pytest.raises(UserError, match="in torch's cache is damaged or contains code and was refused; remove it"):
-        train.start_weights(args, None)
+        start_weights(args, None)
     assert not executed.exists()

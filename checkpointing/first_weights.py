@@ -1,0 +1,134 @@
+"""The weights of `--weights`, and the preprocessing that belongs to them or to a model of timm's."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torchvision
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from checkpointing.guard import check_classes
+from checkpointing.preprocessing import choose_preprocessing, preprocessing_line, text_of, usable_preprocessing
+from checkpointing.published import (
+    describe_published,
+    fetch_published,
+    options_of_timm,
+    published_preprocessing,
+    resolve_weights,
+)
+from checkpointing.weights import BARE, HUB, Weights, fetch_from_hub, load_weights
+from distributed.watch import watchdog
+from errors import UserError, find_timm_config, require_timm
+from settings.options import BY_NAME, NEEDED, STATISTICS, fit_statistics, is_same_model, split_custom
+
+
+def start_weights(args: Any, val: Dataset) -> dict[str, Tensor]:
+    """Return the state dict that `--weights` names.
+
+    Raises:
+        UserError: it names no weights, or weights that cannot be evaluated on the classes of the validation set `val`.
+    """
+    watchdog.beat("reading the first weights")
+    if not is_stored(args.weights):
+        return fetch_published(resolve_weights(args), f"--weights {args.weights}")
+    weights = read_weights(args.weights, is_average=args.ema)
+    read_weights.cache_clear()
+    print(f"--weights {args.weights}: {weights.kind}")
+    known = {**usable_preprocessing(weights.options), "model_kwargs": weights.options.get("model_kwargs")}
+    known |= {name: fit_statistics(known[name], args.in_chans) for name in STATISTICS if name in known}
+    for name in (*STATISTICS, "model_kwargs"):
+        if known.get(name) and known[name] != getattr(args, name) and name not in args.given:
+            another = f"another {BY_NAME[name].flag}: {text_of(known[name])}"
+            print(f"--weights {args.weights} was trained with {another}; give it to keep it")
+    check_classes(weights, args, val)
+    return weights
+
+
+def is_stored(name: str) -> bool:
+    """Tell whether `--weights` names a file, here or on the Hugging Face hub, rather than torchvision's weights."""
+    return name.startswith(HUB) or Path(name).is_file()
+
+
+@cache
+def read_weights(name: str, *, is_average: bool) -> Weights:
+    """Return the state dict of a file of `--weights`; it stays in memory until `cache_clear`."""
+    path = fetch_from_hub(name) if name.startswith(HUB) else Path(name)
+    weights = load_weights(path, is_average=is_average, name=f"--weights {name}")
+    weights.file = name if name.startswith(HUB) else weights.file
+    return weights
+
+
+def choose_published_options(args: Any) -> tuple[Any, list[str]]:
+    """Return the options with the preprocessing that belongs to the model or to its weights, and a line about it.
+
+    Training takes that of timm's configuration for timm's models, with the size of training crops, and the options'
+    own for all others, as torchvision's script does. Evaluation takes that of the weights, as `choose_preprocessing`
+    does; that of a checkpoint to `--resume` is not known yet.
+
+    Raises:
+        UserError: `--weights` names neither a file nor published weights of the model, or nothing is known of the
+            preprocessing of a model to evaluate.
+    """
+    is_timms, source = args.model.startswith("timm/"), f"--weights {args.weights}"
+    is_known = is_timms or args.model in torchvision.models.list_models(module=torchvision.models)
+    if (args.test_only and args.resume) or not (is_known or split_custom(args.model)):  # for `models.check_model`
+        return args, []
+    published = resolve_weights(args) if args.weights and not is_stored(args.weights) else None
+    if args.test_only and published:
+        args, origin = choose_preprocessing(args, source, *describe_published(published))
+    elif args.test_only:
+        weights = read_weights(args.weights, is_average=args.ema)
+        add_published_options(weights, args.model)
+        args = _with_model_options(args, weights, source)
+        args, origin = choose_preprocessing(args, source, weights.options, weights.origin)
+    elif {*NEEDED, "crop_mode"} <= {*args.given} or not is_timms or find_timm_config(args.model) is None:
+        return args, []
+    else:
+        args, origin = choose_preprocessing(args, f"--model {args.model}")
+        if not {"train_crop_size", "val_crop_size"} & {*args.given}:
+            args = args.replaced(train_crop_size=args.val_crop_size)
+            origin += f"; --train-crop-size {args.train_crop_size} likewise"
+    return args, [preprocessing_line(args, origin)]
+
+
+def _with_model_options(args: Any, weights: Weights, source: str) -> Any:
+    """Return the options with the channels and keyword arguments that the model of weights has; refuse another model.
+
+    Models of other names, or with another activation, may have weights of the same names and shapes.
+    """
+    theirs = weights.options.get("model")
+    pair = theirs or args.model, args.model
+    names = [name.partition(".")[0] if name.startswith("timm/") else name for name in pair]  # without their tags
+    if not is_same_model(*names):
+        raise UserError(f"{source} is of {theirs}, and --model is {args.model}; give --model {theirs}")
+    known = {name: weights.options.get(name) for name in ("in_chans", "model_kwargs", "multi_label", "bce_loss")}
+    known = {name: value for name, value in known.items() if value and BY_NAME[name].is_value(value)}
+    return args.replaced(**{name: value for name, value in known.items() if name not in args.given})
+
+
+def add_published_options(weights: Weights, model: str) -> None:
+    """Add to the options of weights those that timm's script implies, or that are published with a bare state dict.
+
+    A bare state dict is known by the name of its file, or of its repository on the Hugging Face hub.
+    """
+    is_timms = model.startswith("timm/")
+    if weights.script == "timm" and is_timms:
+        own = usable_preprocessing(weights.options)
+        if not {*NEEDED} <= own.keys():  # else they are ours, of a converted checkpoint
+            own = {}
+        weights.options |= {**options_of_timm(model, weights.options), **own}
+    elif weights.kind == BARE and is_timms:
+        name = model.removeprefix("timm/").partition(".")[0]
+        for tagged in require_timm("--model", model).list_pretrained(f"{name}.*"):
+            config = find_timm_config(f"timm/{tagged}")
+            if weights.file in (Path(config.url or "").name, f"{HUB}{config.hf_hub_id}"):
+                options, weights.origin = published_preprocessing(f"timm/{tagged}")
+                weights.options |= options
+                break
+    elif weights.kind == BARE and split_custom(model) is None:
+        for published in torchvision.models.get_model_weights(model):
+            if Path(published.url).name == weights.file:
+                options, weights.origin = describe_published(published)
+                weights.options |= options
+                break

@@ -1,0 +1,90 @@
+"""How images are prepared for an evaluation: as given, as the weights' own options say, or as is published."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from errors import UserError, counted
+from settings.options import BY_NAME, NEEDED, PREPROCESSING, STATISTICS, fit_statistics, with_defaults
+
+
+def choose_preprocessing(
+    args: Any,
+    source: str,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    origin: str = "as in the checkpoint",
+) -> tuple[Any, str]:
+    """Return the options of an evaluation with the preprocessing that belongs to its weights, and where it comes from.
+
+    Each of `PREPROCESSING` is the one that was given, else that of the weights' own options, else that of the model's
+    published configuration, else for `WITH_DEFAULT` its default.
+
+    Args:
+        args: the options; `given` lists those that a user set.
+        source: the name of the weights in a message.
+        options: those that the weights were trained or published with, as far as they are known.
+        origin: words about where `options` come from.
+
+    Raises:
+        UserError: one of them is not known from anywhere.
+    """
+    given = {name: getattr(args, name) for name in PREPROCESSING if name in args.given}
+    known = usable_preprocessing(options)
+    for name in PREPROCESSING:
+        value = options.get(name)
+        if value is not None and value != "" and name not in known and name not in given:
+            flag = BY_NAME[name].flag
+            raise UserError(f"{source} holds {flag} {str(value)[:40]}, which cannot be used; give {flag}")
+    found = [(known, origin), (given, "as given")]
+    if not {*NEEDED} <= {*known, *given}:
+        from checkpointing.published import published_preprocessing
+
+        published, words = published_preprocessing(args.model, given.get("val_crop_size"))
+        fitted = {name: fit_statistics(published[name], args.in_chans) for name in STATISTICS if name in published}
+        found = [({**published, **fitted}, words), *found]
+    values, origins = with_defaults({}), {}
+    for part, words in found:
+        values |= part
+        origins |= dict.fromkeys(part, words)
+    if missing := [BY_NAME[name].flag for name in PREPROCESSING if name not in values]:
+        raise UserError(
+            f"{source} does not say how its images are prepared, and nothing is published about {args.model}; give "
+            f"{', '.join(missing)}"
+        )
+    for name in STATISTICS:
+        if (number := len(values[name])) != args.in_chans:
+            raise UserError(
+                f"{source} is for {counted(number, 'channel')} (--{name} {text_of(values[name])}), and --in-chans is "
+                f"{args.in_chans}; give --in-chans {number}"
+            )
+    groups = {}
+    for name in filter(origins.get, PREPROCESSING):
+        groups.setdefault(origins[name], []).append(BY_NAME[name].flag)
+    words = [f"{each} ({', '.join(flags)})" if len(groups) > 1 else each for each, flags in groups.items()]
+    return args.replaced(**{name: values[name] for name in PREPROCESSING}), "; ".join(words)
+
+
+def preprocessing_line(values: Any, origin: str) -> str:
+    """Return the line about how images are prepared, and why; its options can be given to train.py and to the tools."""
+    shown = {name: getattr(values, name) for name in PREPROCESSING}
+    shown = {name: value for name, value in shown.items() if name in NEEDED or value != BY_NAME[name].default}
+    words = " ".join(f"{BY_NAME[name].flag} {text_of(value)}".strip() for name, value in shown.items())
+    return f"preprocessing: {words}: {origin}"
+
+
+def usable_preprocessing(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the preprocessing among the options of a checkpoint, perhaps another script's, in the order of the list.
+
+    Values of other types are left out; `Option.check` refuses impossible ones.
+    """
+    found = {name: options.get(name) for name in PREPROCESSING}
+    for name in STATISTICS:
+        if isinstance(found[name], list | tuple) and all(type(value) in (int, float) for value in found[name]):
+            found[name] = [float(value) for value in found[name]]
+    return {name: value for name, value in found.items() if value is not None and BY_NAME[name].is_value(value)}
+
+
+def text_of(value: Any) -> str:
+    """Return an option's value as it is typed."""
+    items = [] if value is True else value if isinstance(value, list) else [value]
+    return " ".join(f"{item:.6g}" if isinstance(item, float) else str(item) for item in items)

@@ -1,0 +1,45 @@
+"""Remarks on the files of a set, of which some are looked at: stored turned, or of few grey levels."""
+
+import contextlib
+from typing import Any
+
+import numpy
+
+from errors import counted
+from loading.decode import Decoding, load_image, read_orientation, to_mode
+
+
+def _sample(source: Any, number: int) -> list[int]:
+    """Return the numbers of some images, evenly spaced; of none in a pack behind an address."""
+    return [] if "://" in source.where else sorted({*numpy.linspace(0, len(source) - 1, number, dtype=int).tolist()})
+
+
+def unused_range(source: Any, how: Decoding) -> str:
+    """Return a warning if the images of more than 8 bits, of 16 looked at, use at most a quarter of their range."""
+    ends = []
+    for number in _sample(source, 16):
+        with contextlib.suppress(Exception):  # whoever needs the image names it
+            if not source.name(number).lower().endswith((".jpg", ".jpeg")):
+                image = load_image(source.read(number), how.grey_range)
+                ends += sum(to_mode(image).getextrema(), ()) if image.info["bits"] else ()
+    low, high = min(ends, default=0), max(ends, default=255)
+    share = f"{(high - low + 1) / 256:.0%} of their range: loaded, their pixels are {low} to {high} of 255"
+    remedy = "--grey-range 0 4095 is for grey images of 12 bits"
+    return f"samples with more than 8 bits use {share}; {remedy}" if high - low <= 64 else ""
+
+
+def turned_share(source: Any, how: Decoding) -> str:
+    """Return a remark if some images, of 64 looked at, are stored turned, or an empty text."""
+    orientations = []
+    for number in _sample(source, 64):
+        with contextlib.suppress(Exception):  # as above
+            orientations.append(read_orientation(source.read(number)))
+    num_turned = sum(each != 1 for each in orientations)
+    is_done = "they are turned" if how.exif else "without --exif they are read as stored, as torchvision does"
+    found = f"EXIF says to turn {num_turned} of {counted(len(orientations), 'image')} looked at"
+    return f"{found}; {is_done}" if num_turned else ""
+
+
+def remarks(source: Any, how: Decoding) -> str:
+    """Return the remarks on a set, one a line."""
+    return "\n".join([unused_range(source, how), turned_share(source, how)])

@@ -1,0 +1,52 @@
+"""Models for one or four channels, and weights for another number of channels."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from errors import UserError, counted
+from settings.options import BY_NAME
+
+
+def widen(model: nn.Module, args: Any) -> None:
+    """Let a model of torchvision's take `--in-chans`: its first weights are those for three channels, adapted."""
+    if getattr(model, "transform_input", False):
+        raise UserError(
+            f"--in-chans {args.in_chans}: {args.model} rescales the three channels of its published weights; remove "
+            "--in-chans, or the weights and transform_input"
+        )
+    first = next(each for each in model.modules() if isinstance(each, nn.Conv2d) and each.in_channels == 3)
+    first.in_channels, first.weight = args.in_chans, nn.Parameter(adapt_channels(first.weight.detach(), args.in_chans))
+
+
+def adapt_channels(weight: Tensor, in_chans: int) -> Tensor:
+    """Return weights (O, I, h, w) of a first layer for another number of channels, in timm's way.
+
+    They are summed for one channel, else repeated, cut and scaled, so that the sum over the channels stays about equal.
+    """
+    if in_chans == 1:
+        return weight.float().sum(dim=1, keepdim=True).to(weight.dtype)
+    repeated = weight.float().repeat(1, -(-in_chans // weight.shape[1]), 1, 1)[:, :in_chans]
+    return (repeated * (weight.shape[1] / in_chans)).to(weight.dtype)
+
+
+def fit_channels(model: nn.Module, weights: Mapping[str, Tensor], args: Any, source: str) -> Mapping[str, Tensor]:
+    """Return weights for `--in-chans`, and print a line if they change; UserError if they may not (`--test-only`)."""
+    fitted = copy.copy(weights)  # with its notes
+    for layer, module in model.named_modules():
+        name = f"{layer}.weight"
+        weight = weights.get(name) if isinstance(module, nn.Conv2d) and module.in_channels == args.in_chans else None
+        theirs = 0 if weight is None or weight.ndim != 4 else weight.shape[1]
+        if theirs not in BY_NAME["in_chans"].choices or theirs == module.weight.shape[1]:
+            continue
+        if args.test_only:
+            raise UserError(
+                f"{source} is for {counted(theirs, 'channel')}, but --in-chans is {args.in_chans}; evaluation does "
+                f"not adapt weights: give --in-chans {theirs}, or to a tool --mean and --std with as many values"
+            )
+        fitted[name] = adapt_channels(weight, args.in_chans)
+        words = "summed" if args.in_chans == 1 else f"repeated and scaled by {theirs} / {args.in_chans}"
+        print(f"{source}: {name} of {counted(theirs, 'channel')} is {words} for --in-chans {args.in_chans}, as in timm")
+    return fitted

@@ -1,0 +1,41 @@
+"""Weights of classes in the loss: balanced ones, or those of a file."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from errors import UserError, counted, did_you_mean, in_one_line
+from loading.source import count_classes
+
+
+def class_weights(args: Any, dataset: Dataset) -> Tensor:
+    """Return (num_classes,) float32 on the device: the weights of `--class-weights` for a training set.
+
+    Balanced ones are images / (classes x images of the class), as scikit-learn's; with `--bce-loss` negatives /
+    positives, as torch's page on `BCEWithLogitsLoss` has it.
+
+    Raises:
+        UserError: the file cannot be read, or does not give one weight above 0 to each class.
+    """
+    if args.class_weights == "balanced":
+        counts = count_classes(dataset.index).clip(min=1)
+        others = (len(dataset) - counts).clip(min=1) if args.bce_loss else len(dataset) / len(counts)
+        return torch.tensor(others / counts, dtype=torch.float32, device=args.device)
+    from loading.lists import read_table
+
+    found = {}
+    with in_one_line(f"--class-weights {args.class_weights}"):
+        for line, row in read_table(Path(args.class_weights), ("class", "weight")):
+            name, weight = str(row["class"]), float(row["weight"])
+            if name not in dataset.classes or name in found:
+                reason = "listed twice" if name in found else f"no class{did_you_mean(name, dataset.classes)}"
+                raise UserError(f"line {line}: {name} is {reason}")
+            if not 1e-6 <= weight <= 1e6:
+                raise UserError(f"line {line}: the weight is {weight:g}; expected 0.000001 to 1,000,000")
+            found[name] = weight
+        if missing := [name for name in dataset.classes if name not in found]:
+            raise UserError(f"{counted(len(missing), 'class')} missing, such as {missing[0]}; give each class a weight")
+    return torch.tensor([found[name] for name in dataset.classes], dtype=torch.float32, device=args.device)

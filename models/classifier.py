@@ -1,0 +1,39 @@
+"""The classifier of a model: the layers that give the class scores."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from errors import UserError
+
+# Weight of an auxiliary classifier's loss; the main loss has 1: GoogLeNet (Szegedy et al., arXiv 1409.4842,
+# section 5) and Inception v3 (the weight in PyTorch's own fine-tuning tutorial).
+AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
+
+
+def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
+    """Return the names of the layers that give the class scores; UserError if there are none.
+
+    timm's models know their one or two heads. In other models these are the last layer, and the last one of each
+    auxiliary classifier.
+    """
+    layers = (pair for pair in model.named_modules() if isinstance(pair[1], nn.Linear | nn.Conv2d))
+    sizes = {name: len(layer.weight) for name, layer in layers}
+    if hasattr(model, "get_classifier"):
+        found = model.get_classifier()
+        heads = found if isinstance(found, tuple | list | nn.ModuleList) else [found]
+        inside = {id(module) for head in heads for module in head.modules()}
+        lasts = [name for name in sizes if id(model.get_submodule(name)) in inside]
+    else:
+        parts = {name.split(".")[0] if "aux" in name.lower() else "": name for name in sizes}
+        lasts = [name for name in sizes if name in parts.values()]
+    ends = [name for name in lasts if sizes[name] == num_classes]
+    if not ends:
+        raise UserError(f"the model {type(model).__name__} has no final layer with {num_classes} outputs")
+    return ends
+
+
+def count_classes(model: nn.Module, weights: Mapping[str, Tensor], num_classes: int) -> int:
+    """Return the number of classes of a state dict's classifier; `num_classes`, the model's, if it has none."""
+    head = weights.get(f"{classifier_layers(model, num_classes)[-1]}.weight")
+    return num_classes if head is None or not head.ndim else len(head)
