@@ -10,6 +10,7 @@ own process alone, and half of this suite is ranks.
 
 import argparse
 import ast
+import functools
 import gc
 import importlib
 import itertools
@@ -191,7 +192,8 @@ def parts_of(each, module):
         return gc.get_referents(each)
     names = ("__func__", "__wrapped__", "fget", "func", "args", "keywords")
     own = [vars(each)] if type(each).__module__ == module and hasattr(each, "__dict__") else []
-    return [getattr(each, name) for name in names if hasattr(type(each), name)] + own
+    cached = [each.__wrapped__] if isinstance(each, functools._lru_cache_wrapper) else []
+    return [getattr(each, name) for name in names if hasattr(type(each), name)] + cached + own
 
 
 def plant(file, codes):

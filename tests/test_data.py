@@ -197,6 +197,15 @@ def test_a_minival_is_the_images_of_smallest_hashes_of_each_class(image_folder, 
     assert train.classes == minival.classes == ["class0", "class1", "class2"]
 
 
+def test_training_images_that_are_evaluated_are_told(image_folder, capsys):
+    args = config.parse_args(["--data-path", str(image_folder), "--batch-size", "8"])
+    for val, is_told in (("val", False), ("train", True)):
+        data.load_data(image_folder / "train", image_folder / val, args)
+        assert ("train and val are the same folder" in capsys.readouterr().out) is is_told
+    sets_of(image_folder, "--minival", 0.2)
+    assert "the same folder" not in capsys.readouterr().out
+
+
 def test_each_class_has_at_least_one_image_on_either_side_where_it_has_two(tmp_path):
     source = open_source(write_images(tmp_path, {"train": [1, 2, 3, 40]}) / "train")
     for fraction in (0.2, 0.25, 0.5):  # each image is in one fold, but for a class of one image

@@ -17,9 +17,11 @@ from PIL import Image
 
 import errors
 import files
-from distributed import launch
+import train
+from distributed import launch, signals
 from loading import progress
 from monitoring import console
+from settings import config
 from tests.exports import run_tool, write_checkpoint
 from tests.images import write_images
 from tests.ranks import in_group, run_ranks, tool_rank, train_rank
@@ -57,6 +59,17 @@ def test_what_means_that_the_machine_gives_no_more_is_known_by_number_and_by_tex
         assert "out of memory" in str(errors.explain_limit(error))
     for error in [RuntimeError("shapes differ"), OSError(5, "Input/output error"), ValueError("Too many open files")]:
         assert errors.explain_limit(error) is None
+
+
+def train_in_ascii(argv):
+    sys.stdout.reconfigure(encoding="ascii", errors="strict")
+    signals.begin_script()
+    train.cli(config.parse_args(argv))
+
+
+def test_a_name_that_the_terminal_cannot_show_ends_no_run(tmp_path):
+    argv = ["--synthetic", "16", *SMALL_ANYWHERE, "--batch-size=8", "--epochs=1", f"--output-dir={tmp_path}/K\xe4fer"]
+    assert "/K\\xe4fer" in run_ranks(train_in_ascii, 1, argv, log_folder=tmp_path).check().output
 
 
 def test_a_long_error_is_cut_and_keeps_its_ends():
