@@ -118,10 +118,10 @@ DOORS = {
     "shards of ours": Door(write=by_shards, bad=("--multi-label --bce-loss", "--multi-label")),
     "WebDataset, .json in a folder": Door(
         write=by_samples,
-        elsewhere={"bad": "test_samples.py::test_bad_labels_are_one_line_that_names_shard_and_member"},
+        elsewhere={"bad": "test_index.py::test_bad_labels_are_one_line_that_names_shard_and_member"},
     ),
     "WebDataset, .cls": kept_by(
-        "as .json, by test_samples.py::test_shards_with_labels_are_the_class_folders_of_their_images"
+        "as .json, by test_index.py::test_shards_with_labels_are_the_class_folders_of_their_images"
     ),
     "list, .jsonl": Door(
         write=by_lists, elsewhere={"bad": "test_lists.py::test_a_list_that_cannot_be_used_is_named_with_its_line"},

@@ -1,12 +1,17 @@
 """The checkpoints of a folder: how they are written, what stays, what a failing disk does, and who may write."""
 
 import errno
+import itertools
 import os
 import re
 import signal
+import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,9 +29,9 @@ from monitoring.monitor import Monitor
 from settings import config
 from tests.chaos import flip_bits
 from tests.endings import differing_results, read_points
-from tests.ranks import run_ranks, torchrun_environment, train_rank, wait_for
+from tests.ranks import REPOSITORY, free_port, run_ranks, torchrun_environment, train_rank, wait_for
 from tests.runs import FixedRun, state_at
-from tests.started import damage_flipped, refused, run_train, state_of
+from tests.started import SMALL_PLAIN, damage_flipped, refused, run_train, state_of
 
 
 @pytest.fixture
@@ -297,3 +302,58 @@ def test_wrong_data_is_accepted_at_no_bit_at_all(tmp_path):
     refusals, accepted = flip_bits(content, range(8 * len(content)))
     assert accepted == []
     assert refusals > 10_000
+
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+# 29 images in batches of 8: three steps an epoch, each of them saved, and time enough to strike in the middle.
+OPTIONS = f"""
+    --batch-size 4 --global-batch-size 8 --epochs 16 --print-freq 1 --lr 0.05 --checkpoint-steps 1 --dist-timeout 1
+    --use-deterministic-algorithms --resume auto {" ".join(SMALL_PLAIN)}
+""".split()
+
+
+def descendants(pid):
+    found = []
+    with suppress(OSError):
+        found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [*found, *itertools.chain(*map(descendants, found))]
+
+
+def kill(agent):
+    with suppress(ProcessLookupError):
+        os.kill(agent.pid, signal.SIGSTOP)
+    for pid in [*descendants(agent.pid), agent.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    agent.wait(20)
+
+
+def test_a_node_that_is_lost_and_comes_back_resumes_with_the_same_bits(image_folder, tmp_path):
+    port, out, logs = free_port(), tmp_path / "out", [tmp_path / "node1.log", tmp_path / "node2.log"]
+    # Without it the new torchrun waits for an address that the other one has published once only (torch 2.14).
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv-id=1"
+    command = f"{command} --rdzv-backend=c10d --rdzv-endpoint=localhost:{port} {REPOSITORY / 'train.py'}".split()
+
+    def start(log):
+        with open(log, "a") as file:
+            options = ["--data-path", image_folder, "--output-dir", out, *OPTIONS]
+            return subprocess.Popen([*command, *options], stdout=file, stderr=file, env=environment)
+
+    agents = [start(logs[0])]
+    try:
+        wait_for(lambda: socket.socket().connect_ex(("localhost", port)) == 0, 60)  # it holds the rendezvous
+        agents.append(start(logs[1]))
+        wait_for(lambda: any(int(path.stem[11:]) >= 4 for path in out.glob("checkpoint-*.pth")), 60)
+        kill(agents[1])
+        agents[1] = start(logs[1])
+        wait_for(lambda: all(agent.poll() is not None for agent in agents), 75)
+    finally:
+        for agent in agents:
+            kill(agent)
+    assert [agent.returncode for agent in agents] == [0, 0]
+    assert re.search(r"resumed step \d", logs[0].read_text())
+    words = ["--data-path", str(image_folder), "--output-dir", str(tmp_path / "undisturbed"), *OPTIONS]
+    run_ranks(train_rank, 1, words, log_folder=tmp_path).check()
+    assert differing_results(out, tmp_path / "undisturbed") == []

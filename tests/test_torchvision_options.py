@@ -6,10 +6,7 @@ it, with TORCHVISION_REFERENCES naming torchvision's folder; a new command is a 
 Numbers can be compared although the scripts draw apart: training images have one colour each, so that no crop and no
 flip changes them, an epoch is one step unless the command says otherwise, and the first weights follow from a formula.
 Where a command draws all the same, `draws` names the test of our draws, and what depends on them is not compared.
-
-torchvision's script needs a GPU for each of several processes. To run here, it joins by gloo, and
-`torch.cuda.set_device`, DDP's `device_ids` and `torch.tensor(device="cuda")` are replaced by their likes for the CPU.
-Each of its processes prints here, since it prints the mean loss of a process's own images.
+torchvision's script needs a GPU for each of several processes: here it joins by gloo, and each of its processes prints.
 """
 
 import argparse
