@@ -192,10 +192,11 @@ def test_a_file_that_torchvision_publishes_is_prepared_as_published(tmp_path):
         path = tmp_path / weights.url.rpartition("/")[2]
         torch.save(state, path)
         trained, published = open_trained(str(path), model="efficientnet_b1"), weights.transforms()
-        args = trained.args
-        assert (args.val_resize_size, args.val_crop_size) == (published.resize_size[0], published.crop_size[0])
-        assert (args.interpolation, args.mean) == (published.interpolation.value, published.mean)
         assert str(weights) in trained.origin
+        evaluated, _ = taken("--test-only", "--model", "efficientnet_b1", "--weights", str(path))
+        for args in (trained.args, evaluated):
+            assert (args.val_resize_size, args.val_crop_size) == (published.resize_size[0], published.crop_size[0])
+            assert (args.interpolation, args.mean) == (published.interpolation.value, published.mean)
 
 
 def test_timms_weights_are_prepared_as_their_tag_says():

@@ -128,6 +128,7 @@ def test_a_path_elsewhere_brings_its_best_along(started, tmp_path):
     fresh = tmp_path / "fresh"
     outcome = started.go_on(tmp_path, fresh, "--resume", started.out / "checkpoint.pth").check()
     assert "resumed step 6 " in outcome.output
+    assert "the next best becomes" not in outcome.output
     assert min(json.loads(line)["step"] for line in (fresh / "metrics.jsonl").read_text().splitlines()) > 6
     expected = load_checkpoint(fresh / "checkpoint.pth", "newest")["best"]["step"]
     assert load_checkpoint(fresh / "best.pth", "best")["step"] == expected

@@ -233,6 +233,13 @@ def test_classes_without_names_are_in_the_order_of_the_script_or_refused(tmp_pat
     assert all(f"{expected:.3f}" in each.check().output for each in evaluations())
 
 
+@pytest.mark.parametrize("names", [["a", "b" * 256, "c"], ["a", 1, "c"], "abc", ["a", "b", "c"]])
+def test_names_that_no_class_can_have_are_not_taken(tmp_path, names):
+    content = {"model": small_model().state_dict(), "args": {"model": "mnasnet0_5"}, "data": {"classes": names}}
+    torch.save(content, tmp_path / "w.pth")
+    assert load_weights(tmp_path / "w.pth").classes == (names if names == ["a", "b", "c"] else None)
+
+
 # What averaging and storing give is compared with torchvision's own in tests/test_torchvision_script.py.
 @pytest.mark.parametrize(("content", "error", "words"), [
     ({"model": {"weight": torch.zeros(2), "other": torch.zeros(1)}}, KeyError, "model.pth: half, other"),
