@@ -99,7 +99,8 @@ def describe_revision(folder: Path) -> str | None:
 
 def hash_project(folder: Path) -> str:
     """Return a hash of the project's own files, without tests and tools: an image has no git to tell its revision."""
-    packages = [each.parent for each in folder.glob("*/__init__.py") if each.parent.name not in ("scripts", "tests")]
+    apart = ("bench", "scripts", "tests")
+    packages = [each.parent for each in folder.glob("*/__init__.py") if each.parent.name not in apart]
     # At the top may lie files of the user's own.
     files = [path for path in folder.glob("*.py") if path.stem in ("train", *sys.modules)]
     files += [path for package in packages for path in package.glob("*.py")]
