@@ -3,6 +3,7 @@
 # ruff: noqa: E402
 import atexit
 import gc
+import importlib
 import os
 
 os.environ.pop("GLIBC_TUNABLES", None)  # of conftest.py, for this process
@@ -25,8 +26,12 @@ from models.build import check_model
 from monitoring import pictures
 from scripts import check, evaluate, export, pack, predict, prepare  # noqa: F401
 from settings import config
-from tests import crash, faults, images, runs, started  # noqa: F401
+from tests import crash, faults, images, ranks, runs, started  # noqa: F401
 
+# What stands behind doors, too, of which each rank opens some.
+for name in ("checkpointing", "loading", "models", "monitoring", "settings"):
+    for path in sorted((ranks.REPOSITORY / name).glob("[!_]*.py")):
+        importlib.import_module(f"{name}.{path.stem}")
 # No pool of threads may exist when processes are forked.
 torch.set_num_threads(1)
 # Whether the suite's models take images of their sizes: a fifth of a short run. None of it needs a thread or memory.
