@@ -122,6 +122,15 @@ def test_without_hard_links_the_names_are_copies(folder, number, monkeypatch):
     assert folder.read("auto").path.name == "checkpoint-00000005.pth"
 
 
+def test_the_best_of_elsewhere_comes_along_though_its_number_is_deleted(folder, tmp_path):
+    for step in range(1, 6):
+        assert folder.save(state_at(step), ["best"] * (step == 1)) is None
+    own, resume = CheckpointFolder(tmp_path / "own"), str(folder.folder / "checkpoint.pth")
+    own.folder.mkdir()
+    own.claim(resume, own.read(resume), FixedRun(5, best={"step": 1}))
+    assert load_checkpoint(own.folder / "best.pth", "best")["step"] == 1
+
+
 @pytest.mark.parametrize("times", [3, 99])
 def test_a_read_that_fails_is_tried_again_and_then_stops(folder, times, monkeypatch):
     for step in (1, 2):
