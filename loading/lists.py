@@ -19,9 +19,10 @@ from files import open_to_read
 from loading.decode import HEIC_REMEDY, can_read_heic
 from loading.index import CLASSES, ImageIndex, Location, Scan, encode
 from loading.source import HEIC_EXTENSIONS, PHONE_EXTENSIONS, Source, encoded
+from settings.choices import FORMS
 
 # By the ending of a list, what separates its columns; each line of .jsonl is an object of its own.
-SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": None}
+SEPARATORS = dict(zip(FORMS["list"].endings, (",", "\t", None), strict=True))
 # Values of the column `split`.
 SPLITS = ("train", "val")
 

@@ -1,4 +1,4 @@
-"""Build a model, load weights into it, compile it, average its weights, choose its precision and its device."""
+"""Build a model, check the sizes of its images, choose its precision, its threads and its device."""
 
 import os
 import warnings

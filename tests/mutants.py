@@ -337,7 +337,7 @@ def jobs_of(mutants, found):
         yield {"mutant": mutant, "text": text, "tests": names, "seconds": used, "left": len(tests) - number}
 
 
-def report(results):
+def report(results, explained):
     """Print the score by file, and the survivors that no reason is known of."""
     unsound = {test for result in results if result["mutant"] is None for test in result["killed_by"]}
     results = [result for result in results if result["mutant"] is not None]
@@ -348,7 +348,7 @@ def report(results):
     print(f"{len(results) - len(lives)} of {len(results)} killed")
     for test in sorted(unsound):
         print(f"fails without a fault too, and is not counted: {test}")
-    new = [result for result in lives if result["text"] not in read_explained()]
+    new = [result for result in lives if result["text"] not in explained]
     for result in new:
         reason = f"  ({result['left']} tests not run)" if result["left"] else ""
         reason = reason if result["tests"] else "  (no test reaches it)"
@@ -371,7 +371,8 @@ def main():
     if old:
         sys.exit(f"the map knows another {', '.join(sorted(old))}: make it anew with --map")
     jobs = list(jobs_of(mutants, found))
-    left = [job for job in jobs if job["tests"] and job["text"] not in read_explained()]
+    explained = read_explained()
+    left = [job for job in jobs if job["tests"] and job["text"] not in explained]
     print(f"{len(jobs) - len(left)} of {len(jobs)} are not tried: no test reaches them, or {KNOWN.name} explains them")
     RESULTS.write_text("")
     JOBS.write_text(json.dumps(left))
@@ -384,7 +385,7 @@ def main():
     killers = {each["text"]: each["killed_by"][0] for each in results if each["mutant"] and each["killed_by"]}
     KILLERS.write_text(json.dumps({**read_killers(), **killers}))
     results += [{**job, "killed_by": [], "is_planted": True} for job in jobs if job not in left]
-    return 1 if report(results) else 0
+    return 1 if report(results, explained) else 0
 
 
 def read(file):
