@@ -5,7 +5,6 @@ import random
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
@@ -17,33 +16,24 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-import transforms
 from distributed import collectives
 from distributed.launch import read_launch
-from distributed.signals import at_end
+from distributed.lending import at_end
 from distributed.watch import watchdog
-from errors import BadImageError, ImageError, UserError, counted, in_one_line, one_line
+from errors import BadImageError, ImageError, UserError, as_user_error, counted, one_line
 from files import read_bytes, retry
 from loading.child import in_child
 from loading.decode import Decoding, decode_plainly
-from loading.forms import check_source, find_sources, open_named, open_source, open_split, remote_options
+from loading.forms import check_source, find_sources, open_source, open_split, remote_options
 from loading.loader import BatchLoader, check_workers, largest_batch_bytes
-from loading.source import (
-    Source,
-    Subset,
-    alike_classes,
-    count_classes,
-    first_of_each_class,
-    is_remote,
-    labels_of,
-    minival_numbers,
-    without,
-)
-from presets import ClassificationPresetEval, ClassificationPresetTrain, ProgressivePreset, build_presets
+from loading.on_device import BatchTransform, Normalize
+from loading.source import Source, alike_classes, count_classes, is_remote, labels_of
+from presets import ClassificationPresetEval, build_presets
 from randomness import AUGMENTATION, ERASING, FLIP, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 from settings import config
 from settings.config import Assigned, Resolved
+from settings.machine import fast_decoder
 from settings.options import WITH_DEFAULT, fit_statistics, split_custom
 
 LOOK_S = 10.0  # within which a start looks at some images of each set
@@ -57,7 +47,8 @@ class IndexedImageFolder(Dataset):
 
     Args:
         root: the data path and the split's name; `forms.find_sources` looks for its files there.
-        transform: a preset; or, for `dataset[number]` alone, a function of a PIL image, or None.
+        transform: a preset, or what gives one `at` an epoch; or, for `dataset[number]` alone, a function of a PIL
+            image, or None.
         seed: the run's seed, the first part of the address of every draw.
         source: the open source of the images; by default that of the whole split.
 
@@ -67,15 +58,13 @@ class IndexedImageFolder(Dataset):
 
     target_transform = None
 
-    def __init__(
-        self,
-        root: str | Path,
-        transform: ClassificationPresetTrain | ClassificationPresetEval | ProgressivePreset,
-        seed: int = 0,
-        source: Source | None = None,
-    ) -> None:
-        self.root, self.transform, self.seed = Path(root), transform, seed
-        self.index = open_source(self.root) if source is None else source
+    def __init__(self, root: str | Path, transform: Any, seed: int = 0, source: Source | None = None) -> None:
+        self.root = Path(root)
+        self.transform = transform
+        self.seed = seed
+        if source is None:
+            source = open_source(self.root)
+        self.index = source
         self.classes = self.index.classes
 
     @staticmethod
@@ -93,6 +82,7 @@ class IndexedImageFolder(Dataset):
         """The (path, class) of each image, made on first use; an image in a tar has its name in messages as path."""
         return [(self.index.path(number), self.index.label(number)) for number in range(len(self))]
 
+    # ImageFolder's second name for them, by which scripts count the images of each class.
     imgs = property(attrgetter("samples"))
 
     @cached_property
@@ -105,20 +95,24 @@ class IndexedImageFolder(Dataset):
 
     def __getitem__(self, key: int) -> tuple[Any, int]:
         """Return one image, by a preset (3, H, W) normalised floats, and its class; ImageError names a bad one."""
-        key = key if isinstance(key, SampleKey) else range(len(self))[key]
+        if not isinstance(key, SampleKey):
+            key = range(len(self))[key]  # as a list takes it: from the end if negative, IndexError if too large
         image, label = self.load(key)
-        label = label if self.target_transform is None else self.target_transform(label)
+        if self.target_transform is not None:
+            label = self.target_transform(label)
         preset = self._preset(key)
         if not hasattr(preset, "load"):
             return image, label
+        # An address of its own: the load may have drawn from the same generators or not, and any number of times.
         if isinstance(key, SampleKey) and preset.random_erase_prob > 0:
             seed_host(ERASING, self.seed, key.epoch, key, key.repetition)
         return preset.finish(image), label
 
     def _preset(self, key: int) -> Any:
         """Return the preset of a key's epoch, or of epoch 0 for a plain number; any other transform unchanged."""
-        is_one = not hasattr(self.transform, "at")
-        return self.transform if is_one else self.transform.at(key.epoch if isinstance(key, SampleKey) else 0)
+        if not hasattr(self.transform, "at"):
+            return self.transform
+        return self.transform.at(key.epoch if isinstance(key, SampleKey) else 0)
 
     def error(self, number: int, reason: str) -> ImageError:
         """Return the error for an image that cannot be read, with the reason."""
@@ -133,6 +127,7 @@ class IndexedImageFolder(Dataset):
         """
         payload = None
         try:
+            # Two retries, as one for both would read the file again where memory is short in decoding alone.
             payload = retry(partial(self.index.read, key))
             return retry(partial(self._transform, key, payload)), self.index.label(key)
         except (MemoryError, OSError) as error:
@@ -141,17 +136,21 @@ class IndexedImageFolder(Dataset):
             raise self.error(key, f"{reason} (tried 4 times); {remedy}") from error
         except BadImageError as error:
             raise self.error(key, f"{error}; replace the file, or leave it out of the data") from error
-        except ImageError:
+        except ImageError:  # it says all that is known: of files that have changed, or a policy of the user's own
             raise
-        except Exception as error:  # a bug of ours: keep its traceback
-            if payload is None:  # of the user's own
+        except Exception as error:
+            if payload is None:  # a bug of the user's own source
                 raise self.error(key, f"its source's read failed: {type(error).__name__}: {error}") from error
+            # A bug of ours: keep its traceback.
             error.add_note(f"in {self.index.path(key)}")
             raise
 
     def _transform(self, key: int, payload: bytes) -> Any:
-        preset, draws = self._preset(key), None
+        preset = self._preset(key)
+        draws = None
         if isinstance(key, SampleKey):
+            # By address and not from a stream: which process loads an image, how far ahead and after which others then
+            # changes nothing, a second try after a failure draws the same, and a checkpoint holds no generator's state.
             address = (AUGMENTATION, self.seed, key.epoch, key, key.repetition)
             if getattr(preset, "takes_draws", False):
                 draws = Draws(*address)
@@ -162,7 +161,9 @@ class IndexedImageFolder(Dataset):
                 image = decode_plainly(payload)
                 return image if preset is None else preset(image)
             pixels = preset.load(payload, draws)
-            return pixels.flip(-1) if self._is_flipped(preset, key) else pixels
+            if self._is_flipped(preset, key):
+                pixels = pixels.flip(-1)
+            return pixels
         except RuntimeError as error:
             if "you tried to allocate" in str(error):  # torch's message for lack of memory
                 raise MemoryError from error
@@ -180,50 +181,19 @@ class IndexedImageFolder(Dataset):
         return (fold_seed(FLIP, self.seed, key) + showing) % 2 == 1
 
 
-class SyntheticSource(Source):
-    """Images from a fixed pool of noise, so that loading costs next to nothing; labels cycle through the classes."""
-
-    POOL = 64
-    form = "synthetic"
-
-    def __init__(self, num_images: int, size_px: int, num_classes: int, in_chans: int = 3) -> None:
-        super().__init__(Path())
-        self.num_images, self.classes = num_images, [f"class{label:04d}" for label in range(num_classes)]
-        generator = torch.Generator().manual_seed(0)
-        pool = torch.randint(0, 256, (self.POOL, in_chans, size_px, size_px), dtype=torch.uint8, generator=generator)
-        self.pool = pool.contiguous(memory_format=torch.channels_last)  # the order of a batch, into which it is copied
-
-    def __len__(self) -> int:
-        return self.num_images
-
-    def label(self, number: int) -> int:
-        """Return the class of an image: always the same for the same pixels."""
-        return number % self.POOL % len(self.classes)
-
-    def name(self, number: int) -> str:
-        """Return a name such as a file of the image could have."""
-        return f"{self.classes[self.label(number)]}/{number:09d}.png"
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of these images for checkpoints."""
-        return f"synthetic-{self.num_images}-{len(self.classes)}"
-
-    def identity(self) -> dict[str, str | None]:
-        """Return the format; there are no files."""
-        return {**super().identity(), "path": ""}
-
-
 class SyntheticImages(IndexedImageFolder):
-    """Made-up uint8 images with sides of `size_px`, for runs without data: see `SyntheticSource`."""
+    """Made-up uint8 images with sides of `size_px`, for runs without data: see `loading/synthetic.py`."""
 
     def __init__(self, num_images: int, size_px: int, num_classes: int = 1000, in_chans: int = 3) -> None:
+        from loading.synthetic import SyntheticSource
+
         source = SyntheticSource(num_images, size_px, num_classes, in_chans)
         mean, std = (fit_statistics(values, in_chans) for values in (config.IMAGENET_MEAN, config.IMAGENET_STD))
         super().__init__(source.root, ClassificationPresetEval(crop_size=size_px, mean=mean, std=std), source=source)
 
     def load(self, key: int) -> tuple[Tensor, int]:
         """Return one image as (in_chans, size_px, size_px) uint8, and its class; equal pixels have equal classes."""
-        return self.index.pool[key % self.index.POOL], self.index.label(key)
+        return self.index.pixels(key), self.index.label(key)
 
 
 def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> tuple[Dataset | None, Dataset]:
@@ -234,22 +204,30 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> 
     """
     preset_train, preset_eval = build_presets(args)
     if args.synthetic is not None:
-        train = None
+        train_px = None if args.test_only else args.train_crop_size
+        return _synthetic_sets(args.synthetic, train_px, args.val_crop_size, args.in_chans)
+    if args.minival:
+        valdir = traindir
+    is_in_folders = not split_custom(args.data_path or "") and not is_remote(args.data_path)
+    if is_in_folders:
+        # Both are looked for before one is opened, which for class folders on a network disk takes minutes.
         if not args.test_only:
-            train = SyntheticImages(args.synthetic, args.train_crop_size, in_chans=args.in_chans)
-        return train, SyntheticImages(max(args.synthetic // 10, 1), args.val_crop_size, in_chans=args.in_chans)
-    valdir = traindir if args.minival else valdir
-    for folder in [valdir] if args.test_only else [traindir, valdir]:
-        if not split_custom(args.data_path or "") and not is_remote(args.data_path):
-            check_source(Path(folder))
-    source_test, rest = hold_out(open_split(valdir, args), args.minival, args.minival_fold)
-    source_test = limit_images(source_test, args.limit_val_images, "--limit-val-images")
+            check_source(Path(traindir))
+        check_source(Path(valdir))
+    source = None
+    source_test = open_split(valdir, args)
+    if args.minival:
+        from loading.parts import hold_out
+
+        source_test, source = hold_out(source_test, args.minival, args.minival_fold)
+    source_test = _limited(source_test, args.limit_val_images, "--limit-val-images")
     dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed, source_test)
     if args.test_only:
         return None, dataset_test
-    source = open_split(traindir, args) if rest is None else rest
-    source = limit_images(source, args.limit_train_images, "--limit-train-images")
-    if rest is None and os.path.realpath(traindir) == os.path.realpath(valdir):
+    if source is None:
+        source = open_split(traindir, args)
+    source = _limited(source, args.limit_train_images, "--limit-train-images")
+    if not args.minival and os.path.realpath(traindir) == os.path.realpath(valdir):
         print(f"train and val are the same folder, {valdir}: the model is evaluated on its training images")
     if "list" in (source.form, source_test.form):
         from loading.lists import check_disjoint
@@ -260,9 +238,29 @@ def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> 
     return dataset, dataset_test
 
 
+def _synthetic_sets(
+    num_images: int, train_px: int | None, val_px: int, in_chans: int
+) -> tuple[SyntheticImages | None, SyntheticImages]:
+    """Return a training set, or None without `train_px`, and a validation set of a tenth as many images."""
+    train = None
+    if train_px is not None:
+        train = SyntheticImages(num_images, train_px, in_chans=in_chans)
+    return train, SyntheticImages(max(num_images // 10, 1), val_px, in_chans=in_chans)
+
+
+def _limited(source: Source, num_images: int | None, flag: str) -> Source:
+    """Return the images of a trial that `flag` limits to a number, or all of the source without a number."""
+    if num_images is None:
+        return source
+    from loading.parts import limit_images
+
+    return limit_images(source, num_images, flag)
+
+
 def check_classes(dataset: Dataset, dataset_test: Dataset) -> None:
     """Raise UserError if the classes of two sets differ."""
-    here, there = dataset.classes, dataset_test.classes
+    here = dataset.classes
+    there = dataset_test.classes
     if here != there:
         names = ", ".join(sorted(set(here) ^ set(there))[:3]) or "the same names in another order"
         raise UserError(
@@ -274,33 +272,17 @@ def check_classes(dataset: Dataset, dataset_test: Dataset) -> None:
 def build_more_sets(args: Resolved, dataset_test: Dataset) -> dict[str, Dataset]:
     """Return the sets of `--eval-data` by their names; UserError if one has other classes than the validation set."""
     sets = {}
-    for text in args.eval_data or () if args.synthetic is None else ():
+    if args.synthetic is not None:
+        return sets
+    for text in args.eval_data or ():
+        from loading.named import open_named
+
         name, source = open_named("--eval-data", text, args.multi_label, args.extensions, **remote_options(args))
         sets[name] = IndexedImageFolder(source.root, dataset_test.transform, args.seed, source)
-        with in_one_line(f"--eval-data {name}"):
+        with as_user_error(f"--eval-data {name}"):
             check_classes(sets[name], dataset_test)
         print(f"--eval-data {text}: {counted(len(source), 'image')}")
     return sets
-
-
-def hold_out(source: Source, fraction: float | None, fold: int = 0) -> tuple[Source, Source | None]:
-    """Return the images that `--minival` holds out, and the others; without it all, and None. UserError if too few."""
-    if not fraction:
-        return source, None
-    held = minival_numbers(source, fraction, fold)
-    if not held:
-        raise UserError(f"--minival {fraction}: {source.where} has too few images in each class to hold out")
-    part = f"minival, fold {fold}" if fold else "minival"
-    print(f"{part}: {len(held):,} of {len(source):,} training images are held out, and evaluated in place of val/")
-    return Subset(source, held), without(source, held)
-
-
-def limit_images(source: Source, num_images: int | None, flag: str) -> Source:
-    """Return the first images of each class in turn, `num_images` in all; all of the source without a number."""
-    if num_images is None or num_images >= len(source):
-        return source
-    print(f"{flag} {num_images}: a trial on {num_images:,} of {len(source):,} images, the first of each class in turn")
-    return Subset(source, first_of_each_class(source, num_images))
 
 
 def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, TrainSampler, EvalSampler]:
@@ -323,10 +305,11 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
 
 def _assign_plain(traindir: str, args: Any) -> Assigned:
     """Return the options of a script around `load_data`, such as torchvision's, as those of a run."""
+    # torchvision's scripts pass the folders of the splits, and our options are of the folder above them.
     options = Namespace(**{**vars(args), "data_path": os.path.dirname(traindir)})
     parsed = config.resolve(options, foreign=("model", "weights", "test_only"))
-    rank, world_size = collectives.get_rank(), collectives.get_world_size()
-    args = Resolved(**{**vars(parsed), "rank": rank, "world_size": world_size, "given": []})
+    joined = {"rank": collectives.get_rank(), "world_size": collectives.get_world_size()}
+    args = Resolved(**{**vars(parsed), **joined, "given": []})
     if args.test_only and args.weights:
         from checkpointing.first_weights import choose_published_options, is_stored
 
@@ -337,6 +320,7 @@ def _assign_plain(traindir: str, args: Any) -> Assigned:
 
 def build_loader(dataset: Dataset, sampler: Any, args: Resolved) -> BatchLoader:
     """Return a loader of uint8 batches in the sampler's order; its processes live as long as the loader."""
+    # From pinned memory a device copies by itself, while the host goes on.
     options = {"num_workers": args.workers, "pin_memory": torch.device(args.device).type != "cpu"}
     return BatchLoader(dataset, sampler, batch_bytes=largest_batch_bytes(args), **options)
 
@@ -355,6 +339,8 @@ class Loading(NamedTuple):
 
     def serves(self, args: Resolved) -> bool:
         """Tell whether these options, perhaps completed from a checkpoint, prepare images as those of the sets do."""
+        # The loaders' processes start before a checkpoint is read, to be forked before there are threads. Where its
+        # options then change how images are prepared, they have begun with the wrong ones.
         names = ["train_crop_size", "val_crop_size", "val_resize_size", "interpolation", *WITH_DEFAULT]
         if (args.auto_augment or "").startswith("timm/"):  # which fills gaps with the mean
             names.append("mean")
@@ -367,20 +353,23 @@ def start_loading(args: Resolved) -> Loading:
     Raises:
         UserError: the data cannot be used, or this machine has too little memory or too few cores for it.
     """
-    watchdog.beat("opening the data")
+    watchdog.note_progress("opening the data")
     check_workers(args.workers)
     start = time.perf_counter()
-    dataset, dataset_test = sets = build_datasets(*config.split_dirs(args), args)
-    if found := config.fast_decoder(args):
-        print(f"JPEGs are decoded by TorchCodec {found}, to the same pixels as by Pillow")
+    dataset, dataset_test = build_datasets(*config.split_dirs(args), args)
+    decoder = fast_decoder(args)
+    if decoder:
+        print(f"JPEGs are decoded by TorchCodec {decoder}, to the same pixels as by Pillow")
     if dataset is not None:
         print(
             f"{len(dataset)} training and {len(dataset_test)} validation images of "
             f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
-        if words := alike_classes(dataset.classes):
-            print(words)
+        remark = alike_classes(dataset.classes)
+        if remark:
+            print(remark)
         warn_of_uneven(dataset, args)
+    # One process on each machine fills the cache that its ranks share; each would else fetch every byte.
     if is_remote(args.data_path) and not args.test_only and read_launch().local_rank == 0:
         from loading.fill import start_filling
 
@@ -388,11 +377,12 @@ def start_loading(args: Resolved) -> Loading:
         dataset.filler = start_filling({"url": args.data_path, "splits": splits, **remote_options(args)})
         at_end(dataset.filler.communicate)  # which closes its standard input, and so ends it
     more = build_more_sets(args, dataset_test)
-    loaded = dict(zip(["train", config.evaluated_set(args), *more], [*sets, *more.values()], strict=True))
-    for name, each in loaded.items():
+    sets = {"train": dataset, config.evaluated_set(args): dataset_test, **more}
+    for name, each in sets.items():
         if each is not None:
             note_files(name, each.index, args, args.train_crop_size if name == "train" else args.val_resize_size)
-    return Loading(args, (*sets, more), dict(zip(loaded, start_loaders(loaded.values(), args), strict=True)))
+    loaders = dict(zip(sets, start_loaders(sets.values(), args), strict=True))
+    return Loading(args, (dataset, dataset_test, more), loaders)
 
 
 def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
@@ -401,29 +391,26 @@ def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
     `px` is the size to which they are resized. UserError for a pack that cannot serve the options.
     """
     pack = source.pack if isinstance(source.pack, dict) else None
-    if pack is not None and args.exif and not pack.get("exif"):
-        raise UserError(
-            f"--exif: {source.where} is a pack without the orientations of its images; pack again with this version"
-        )
-    if pack is not None and pack.get("grey_range") != args.grey_range:
-        written, given = ("none" if each is None else str(each) for each in (pack.get("grey_range"), args.grey_range))
-        raise UserError(
-            one_line(f"--grey-range {given}: {source.where} is a pack written with {written}; give that, or pack again")
-        )
+    if pack is not None:
+        from loading.packed import check_pack
+
+        check_pack(source.where, pack, exif=args.exif, grey_range=args.grey_range)
     if args.synthetic is None and args.rank == 0:
         how = Decoding(exif=args.exif, grey_range=args.grey_range)
-        watchdog.beat(extra_s=LOOK_S)
-        with suppress(TimeoutError):  # of a disk that hangs, which the watchdog names
+        # In a child, as nothing ends a read from a disk that hangs, and the start would hang with it.
+        watchdog.note_progress(extra_s=LOOK_S)
+        try:
             found = in_child(partial(_look, source, how), LOOK_S)
-            for words in filter(None, found.decode().splitlines()):
-                print(one_line(f"{name}: {source.where}: {words}"))
-    side = pack.get("px") if pack else None
-    if type(side) is int and (name != "train" or px > side):
-        enlarged = f"; they are enlarged to {px} pixels" if px > side else ""
-        print(
-            f"{name}: a pack of images resized to short side {side}, not the originals: accuracy may differ "
-            f"(docs/data.md){enlarged}"
-        )
+        except TimeoutError:
+            found = b""  # of a disk that hangs, which the watchdog names
+        for words in filter(None, found.decode().splitlines()):
+            print(one_line(f"{name}: {source.where}: {words}"))
+    if pack is not None:
+        from loading.packed import size_remark
+
+        remark = size_remark(pack, is_training=name == "train", px=px)
+        if remark:
+            print(f"{name}: {remark}")
 
 
 def _look(source: Source, how: Decoding) -> bytes:
@@ -437,7 +424,8 @@ def warn_of_uneven(dataset: IndexedImageFolder, args: Resolved) -> None:
     counts = count_classes(dataset.index)
     if len(counts) == 1 and dataset.index.label_sets is None:
         print(f"there is only one class, {dataset.classes[0]}: accuracy is 100 %, whatever the model learns")
-    smallest, median = int(counts.argmin()), int(numpy.median(counts))
+    smallest = int(counts.argmin())
+    median = int(numpy.median(counts))
     is_uneven = 10 * counts[smallest] <= median and args.synthetic is None
     if is_uneven and not (args.balanced_sampler or args.class_weights):
         print(
@@ -452,10 +440,14 @@ def build_train_sampler(dataset: Dataset | None, args: Assigned) -> TrainSampler
         return None
     shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
     shards.check(needs_same_bits=False)
-    repetitions = args.ra_reps if args.ra_sampler else 1
+    repetitions = 1
+    if args.ra_sampler:
+        repetitions = args.ra_reps
     if args.ra_sampler and args.num_shards == 1:
         print("--ra-sampler repeats images within the one micro-batch of a step; torchvision ignores it on one process")
-    labels = torch.from_numpy(labels_of(dataset.index)) if args.balanced_sampler else None
+    labels = None
+    if args.balanced_sampler:
+        labels = torch.from_numpy(labels_of(dataset.index))
     sampler = TrainSampler(len(dataset), shards, args.seed, repetitions, labels)
     print(f"{shards.arithmetic}; {counted(sampler.steps_per_epoch, 'step')} per epoch")
     return sampler
@@ -474,6 +466,7 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Resolved) -> list[Ba
     Raises:
         StorageError: the processes cannot be started.
     """
+    # One set of processes for all: training waits while a set is evaluated, and its processes would idle in memory.
     first, *others = [dataset for dataset in datasets if dataset is not None]
     loader = build_loader(first, None, args)
     loaders = iter([loader, *map(loader.sharing_workers, others)])
@@ -483,18 +476,29 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Resolved) -> list[Ba
 
 def build_batch_transforms(
     args: Resolved, num_classes: int, device: torch.device | None = None
-) -> tuple[transforms.BatchTransform, transforms.BatchTransform]:
+) -> tuple[BatchTransform, BatchTransform]:
     """Return the transforms of a batch on the device (by default `--device`) for training and for evaluation."""
-    device = device or torch.device(args.device)
+    if device is None:
+        device = torch.device(args.device)
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    normalize = transforms.Normalize(args.mean, args.std, device, memory_format)
-    training = transforms.BatchTransform(normalize, mix_off_epoch=args.mixup_off_epoch)
+    normalize = Normalize(args.mean, args.std, device, memory_format)
+    training = BatchTransform(normalize, mix_off_epoch=args.mixup_off_epoch)
     if args.augment and args.random_erase > 0:
-        training.erase = transforms.RandomErasing(args.random_erase, is_noisy=args.random_erase_fill == "pixel")
-    alphas = {"mixup_alpha": args.mixup_alpha, "cutmix_alpha": args.cutmix_alpha}
-    odds = {"prob": args.mixup_prob, "switch_prob": args.mixup_switch_prob}
-    training.mix = transforms.get_mixup_cutmix(**alphas, num_classes=num_classes, mode=args.mixup_mode, **odds)
-    return training, transforms.BatchTransform(normalize)
+        from transforms import RandomErasing
+
+        training.erase = RandomErasing(args.random_erase, is_noisy=args.random_erase_fill == "pixel")
+    if args.mixup_alpha > 0 or args.cutmix_alpha > 0:
+        from transforms import get_mixup_cutmix
+
+        training.mix = get_mixup_cutmix(
+            mixup_alpha=args.mixup_alpha,
+            cutmix_alpha=args.cutmix_alpha,
+            num_classes=num_classes,
+            mode=args.mixup_mode,
+            prob=args.mixup_prob,
+            switch_prob=args.mixup_switch_prob,
+        )
+    return training, BatchTransform(normalize)
 
 
 class DeviceLoader:
@@ -505,15 +509,20 @@ class DeviceLoader:
     A training batch's draws are addressed by the run's seed, the step and the micro-batch.
     """
 
-    def __init__(
-        self, loader: BatchLoader, device: torch.device, transform: transforms.BatchTransform, seed: int = 0
-    ) -> None:
-        self.loader, self.device, self.transform, self.seed = loader, device, transform, seed
-        self.dataset = dataset = getattr(loader, "dataset", None)
-        sets = dataset.index.label_sets if isinstance(dataset, IndexedImageFolder) else None
-        self.label_sets = None if sets is None else torch.from_numpy(sets).to(device)
+    def __init__(self, loader: BatchLoader, device: torch.device, transform: BatchTransform, seed: int = 0) -> None:
+        self.loader = loader
+        self.device = device
+        self.transform = transform
+        self.seed = seed
+        self.dataset = getattr(loader, "dataset", None)
+        self.label_sets = None
+        if isinstance(self.dataset, IndexedImageFolder) and self.dataset.index.label_sets is not None:
+            # A batch brings a row's number for each image: the rows of zeros and ones are on the device once.
+            self.label_sets = torch.from_numpy(self.dataset.index.label_sets).to(device)
         self.streams = torch.get_device_module(device)
-        self.stream = self.streams.Stream(device) if device.type != "cpu" and hasattr(self.streams, "Stream") else None
+        self.stream = None
+        if device.type != "cpu" and hasattr(self.streams, "Stream"):
+            self.stream = self.streams.Stream(device)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -525,18 +534,24 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = self._batches(iter(self.loader))
-        return batches if self.stream is None else self._one_ahead(batches)
+        if self.stream is None:
+            return batches
+        return self._one_ahead(batches)
 
     def _batches(self, loaded: Iterator[tuple]) -> Iterator[tuple[Tensor, Tensor]]:
         sampler = self.loader.sampler
         is_training = isinstance(sampler, TrainSampler)
+        # An evaluation draws nothing, and any address does.
         addresses = sampler.addresses() if is_training else [(0, 0)] * len(self.loader)
         for (image, target), (step, shard) in zip(loaded, addresses, strict=True):
-            watchdog.beat("" if is_training else "evaluating")
+            watchdog.note_progress("" if is_training else "evaluating")
+            # By the micro-batch and not by the process: the same partners and shares on any number of processes.
             rng = random.Random(fold_seed(MIXING, self.seed, step, shard))
+            # As uint8, a quarter of the bytes of floats; it is normalised there, where that costs next to nothing.
             image = image.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
-            target = target if self.label_sets is None else self.label_sets[target].float()
+            if self.label_sets is not None:
+                target = self.label_sets[target].float()
             yield self.transform(image, target, rng, sampler.epoch if is_training else 0)
 
     def _one_ahead(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -549,7 +564,8 @@ class DeviceLoader:
             # more memory.
             self.stream.wait_stream(current)
             with self.streams.stream(self.stream):
-                following, is_prepared = next(batches, None), self.stream.record_event()
+                following = next(batches, None)
+                is_prepared = self.stream.record_event()
             if ready is not None:
                 yield ready
             if following is None:
@@ -568,8 +584,8 @@ def build_device_loader(
     if loader is None:
         return None
     train_transform, eval_transform = build_batch_transforms(args, num_classes, device)
-    loader.sampler = sampler = sampler or build_eval_sampler(loader.dataset, args)
-    transform = train_transform if isinstance(sampler, TrainSampler) else eval_transform
+    loader.sampler = sampler or build_eval_sampler(loader.dataset, args)
+    transform = train_transform if isinstance(loader.sampler, TrainSampler) else eval_transform
     return DeviceLoader(loader, device, transform, args.seed)
 
 

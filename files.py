@@ -1,9 +1,7 @@
 """Atomic writes, file locks, retries, and explanations of I/O errors."""
 
-import csv
 import errno
 import fcntl
-import io
 import json
 import math
 import os
@@ -11,17 +9,20 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from errors import StorageError, one_line
+from errors import StorageError
 
 T = TypeVar("T")
 
-# Seconds before the last of four tries (before the others a quarter and a sixteenth), and between two of a lock.
-RETRY_S, LOCK_POLL_S = 1.6, 0.2
+# Seconds before the last of four tries; before the others a quarter and a sixteenth.
+RETRY_S = 1.6
+
+# Seconds between two tries of a lock.
+LOCK_POLL_S = 0.2
 
 # Errors that another try would not change.
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -42,7 +43,11 @@ def open_regular(path: str | Path, flags: int, *, follows_links: bool = True, di
         IsADirectoryError: it exists and is no regular file, or is a link that is not followed.
         OSError: it cannot be opened.
     """
-    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links and not flags & os.O_ACCMODE else os.O_NOFOLLOW)
+    # O_NONBLOCK: an open of a pipe would wait until somebody writes into it.
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC
+    is_to_write = flags & os.O_ACCMODE != os.O_RDONLY
+    if is_to_write or not follows_links:
+        flags |= os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags, 0o666, dir_fd=dir_fd)
     except OSError as error:
@@ -69,17 +74,25 @@ def write_atomically(
 ) -> None:
     """Write a file so that a kill at any moment leaves the old content or the new one, whole.
 
+    The order makes it so. A temporary file in the same folder, since a rename is atomic within a file system only.
+    fsync, or a power failure after the rename could leave an empty file of the final name. The check, so that this name
+    is given only to bytes that were read back. The rename, and fsync of the folder, which holds the names.
+
     Args:
         path: the file to replace.
         content: its new content, or a function that writes it into an open file.
         verify: called with the path of the temporary file before the rename; raises if the content is wrong.
         is_durable: whether to wait until the content would survive a power failure, too.
     """
+    # The process in the name: two writers of one file must not write into the same temporary one.
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:
-            content(file) if callable(content) else file.write(content)
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
             file.flush()
             if is_durable:
                 os.fsync(file.fileno())
@@ -87,8 +100,9 @@ def write_atomically(
             verify(temporary)
         os.replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # which would hide the first error
-            temporary.unlink(missing_ok=True)  # half a file keeps a full disk full
+        # Half a file would keep a full disk full; and an error of this would hide the first one.
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     if is_durable:
         sync_folder(path.parent)
@@ -116,6 +130,7 @@ def lock_file(path: Path, notice: Callable[[], str], wait_s: float = math.inf) -
 
     The system frees the lock when the process ends, however it ends. It is a POSIX record lock: unlike flock's, loader
     processes do not inherit it, which may outlive a killed trainer. Closing any descriptor of the file frees it too.
+    Without it the ranks of a killed torchrun could still write where its successor's do.
 
     Args:
         path: the file; created if it is missing.
@@ -126,7 +141,8 @@ def lock_file(path: Path, notice: Callable[[], str], wait_s: float = math.inf) -
         BlockingIOError: another process holds the lock for longer than `wait_s`.
         OSError: the file cannot be opened, or its file system has no locks.
     """
-    deadline, is_said = time.monotonic() + wait_s, False
+    deadline = time.monotonic() + wait_s
+    is_said = False
     while True:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -134,7 +150,7 @@ def lock_file(path: Path, notice: Callable[[], str], wait_s: float = math.inf) -
             # Its last holder may have removed the file since it was opened here: then this lock protects nothing.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
-        except FileNotFoundError:
+        except FileNotFoundError:  # removed meanwhile: the next try makes it anew
             pass
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
@@ -156,6 +172,7 @@ def locked(path: Path, notice: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # Removed while it is held: whoever opened it before sees, once it has the lock, that the file is another.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -164,7 +181,8 @@ def retry(work: Callable[[], T], final: tuple[type[OSError], ...] = ()) -> T:
     """Return the result of `work`; after an OSError or MemoryError try up to three times more, with growing waits.
 
     A network disk may fail for a moment only, and even report "No such file" then. An error of `final`, or of the last
-    try, is raised.
+    try, is raised. Images, checkpoints and records all use this policy: about two seconds in all, after which a
+    disk that is gone is named.
     """
     for share in (16, 4, 1):
         try:
@@ -196,6 +214,7 @@ def make_folder(folder: Path) -> None:
     """Make a folder and its parents if they are missing, and make that durable."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    # From the top: a folder's name is in its parent, which must be durable first.
     for each in reversed(missing):
         sync_folder(each.parent)
 
@@ -213,32 +232,20 @@ def read_bytes(path: Path) -> bytes:
 def read_at(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
     """Return bytes of an open file from an offset on; fewer only where the file ends."""
     content = b""
-    while more := os.pread(file.fileno(), num_bytes - len(content), offset + len(content)):  # b"" when it is whole
+    # A call may return less than it was asked for, on Linux at most 2 GiB; and nothing where all is read.
+    while True:
+        more = os.pread(file.fileno(), num_bytes - len(content), offset + len(content))
+        if not more:
+            return content
         content += more
-    return content
-
-
-def as_csv(rows: Iterable[Iterable[Any]]) -> bytes:
-    """Return rows as CSV in UTF-8, with the mark by which a spreadsheet knows it.
-
-    Text that a spreadsheet would compute as a formula gets a leading quote, as OWASP advises against CSV injection;
-    numbers stay. Control characters are written as escapes.
-    """
-    stream = io.StringIO()
-    cells = ([_csv_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
-    csv.writer(stream, lineterminator="\n").writerows(cells)
-    return stream.getvalue().encode("utf-8-sig")
-
-
-def _csv_cell(text: str) -> str:
-    # Spreadsheets take the full-width forms alike.
-    return f"'{one_line(text)}" if text.startswith(tuple("=+-@\t\r\uff1d\uff0b\uff0d\uff20")) else one_line(text)
 
 
 def read_json(path: Path) -> dict:
     """Return the JSON object in a small file, or an empty one if none can be read."""
     try:
-        content = json.loads(read_bytes(path)) if os.path.getsize(path) <= _LARGEST_JSON else {}
+        if os.path.getsize(path) > _LARGEST_JSON:
+            return {}
+        content = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError, StorageError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -253,21 +260,24 @@ _TROUBLES = {
 
 def explain_failure(error: BaseException, folder: Path, num_bytes: int) -> str | None:
     """Say briefly why that many bytes, 0 if unknown, could not be written to a folder; None for other errors."""
-    while not isinstance(error, OSError):  # `torch.save` hides it behind a RuntimeError
+    # `torch.save` hides it behind a RuntimeError: "unexpected pos 60001152 vs 60001104".
+    while not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
         if error is None:
             return None
-    reason = _TROUBLES.get(error.errno, error.strerror or str(error))
+    if error.errno not in _TROUBLES:
+        return f"{error.strerror or error} in {folder}"
     space = f"{free_bytes(folder) / 1e6:.1f} MB free"
     if num_bytes:
         space = f"needs {num_bytes / 1e6:.1f} MB, {space}"
-    return f"{reason} ({space})" if error.errno in _TROUBLES else f"{reason} in {folder}"
+    return f"{_TROUBLES[error.errno]} ({space})"
 
 
 def is_running(pid: int) -> bool:
     """Tell whether this machine has a process of that number."""
     try:
-        os.kill(pid, 0)  # macOS has no /proc
+        # Signal 0 is sent to nobody. Not by a look at /proc, which macOS does not have.
+        os.kill(pid, 0)
     except (OSError, OverflowError) as error:
         return isinstance(error, PermissionError)  # another user's
     return True
@@ -275,6 +285,7 @@ def is_running(pid: int) -> bool:
 
 def own_temporary_folder(name: str) -> str:
     """Return a new temporary folder of this process; remove those of processes that are gone."""
+    # A killed process removes nothing; its number in the name tells that it is gone.
     for old in Path(tempfile.gettempdir()).glob(f"{name}-*-*"):
         pid = old.name.split("-")[-2]
         if pid.isdecimal() and old.lstat().st_uid == os.getuid() and not is_running(int(pid)):

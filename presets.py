@@ -1,26 +1,24 @@
 """Transforms of one image: torchvision's presets, and a faster way to nearly the same pixels.
 
 Called on an image, a preset returns normalised floats, as torchvision's does. Its `load` returns uint8: normalisation
-and random erasing are cheaper on whole batches on the device, where `transforms.BatchTransform` does them.
+and random erasing are cheaper on whole batches on the device, where `loading/on_device.py` does them.
 """
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from PIL import Image
 from torch.nn import functional as F
 from torchvision import transforms
-from torchvision.transforms import InterpolationMode, autoaugment, functional, v2
+from torchvision.transforms import InterpolationMode, functional, v2
 
-from errors import UserError, in_one_line
+from errors import as_user_error
 from loading.decode import MODES, Decoding, ImageFile, decode_plainly, resized_size
-from randomness import Draws, TorchDraws, seed_host, unit
-from settings.choices import POLICIES
+from randomness import Draws, TorchDraws, unit
 from settings.config import IMAGENET_MEAN, IMAGENET_STD
 from settings.custom_code import load_function
 from settings.options import split_custom
@@ -31,11 +29,6 @@ _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC:
 # Smallest and largest ratio of a crop's width to its height: torchvision's.
 _RATIOS = 3 / 4, 4 / 3
 _LOG_RATIOS = math.log(_RATIOS[0]), math.log(_RATIOS[1])
-
-
-# Standard deviations of the blur: SimCLR's (Chen et al., arXiv 2002.05709, appendix A) and timm's. Their kernel, 23 px
-# at 224 px, takes 1.6 times as long as this one of three deviations to either side, which is within a grey level of it.
-_BLUR_SIGMAS, _BLUR_SIDE = (0.1, 2.0), 13
 
 
 def get_module(use_v2: bool) -> Any:
@@ -74,16 +67,20 @@ def draw_box(height: int, width: int, smallest: float, draws: Draws | TorchDraws
     Returns:
         (top, left, height, width), px.
     """
+    # As often as torchvision tries; an image that is much longer than wide may need more, or fit no box at all.
     for _ in range(10):
+        # The share of the area is uniform, the ratio in its logarithm: 3 / 4 and 4 / 3 are then equally likely.
         area_bits, ratio_bits = draws.pair()
         area = height * width * (smallest + (1.0 - smallest) * unit(area_bits))
         ratio = math.exp(_LOG_RATIOS[0] + (_LOG_RATIOS[1] - _LOG_RATIOS[0]) * unit(ratio_bits))
-        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        box_width = round(math.sqrt(area * ratio))
+        box_height = round(math.sqrt(area / ratio))
         if 0 < box_width <= width and 0 < box_height <= height:
             top_bits, left_bits = draws.pair()
             return top_bits % (height - box_height + 1), left_bits % (width - box_width + 1), box_height, box_width
     # Ten boxes did not fit: as much of the centre as the ratios allow.
-    box_height, box_width = min(height, round(width / _RATIOS[0])), min(width, round(height * _RATIOS[1]))
+    box_height = min(height, round(width / _RATIOS[0]))
+    box_width = min(width, round(height * _RATIOS[1]))
     return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
@@ -108,21 +105,28 @@ class _Preset:
     crop_modes: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
-        self.backend = self.backend and self.backend.lower()
-        for name, known in (("backend", ("pil", "tensor", None)), ("crop_mode", self.crop_modes)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r}: expected one of {', '.join(map(repr, known))}")
-        steps, to_tensor = self._steps(), transforms.PILToTensor()
-        steps = [to_tensor, *steps] if self.backend == "tensor" else [*steps, to_tensor]
+        if self.backend:
+            self.backend = self.backend.lower()
+        choices = {"backend": ("pil", "tensor", None), "crop_mode": self.crop_modes}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} {value!r}: expected one of {', '.join(map(repr, known))}")
+        steps = self._steps()
+        # An index: torchvision's tensor backend resizes tensors, and its other one PIL images.
+        steps.insert(0 if self.backend == "tensor" else len(steps), transforms.PILToTensor())
         finish = [transforms.ConvertImageDtype(torch.float), transforms.Normalize(self.mean, self.std)]
+        # After the normalisation, as in torchvision: 0 is then the mean colour.
         if self.random_erase_prob > 0:
             fill = "random" if self.random_erase_fill == "pixel" else 0
             finish.append(transforms.RandomErasing(self.random_erase_prob, value=fill))
-        self.transforms = transforms.Compose([*steps, *finish])  # torchvision's; split in two below
-        self.to_pixels, self.finish = transforms.Compose(steps), transforms.Compose(finish)
+        self.transforms = transforms.Compose([*steps, *finish])  # torchvision's name for all; split in two below
+        self.to_pixels = transforms.Compose(steps)
+        self.finish = transforms.Compose(finish)
+        self.fast_mode = None
         # Pillow weighs colours by alpha when it resizes, and torch does not.
-        is_fast = self.backend is None and self.in_chans != 4
-        self.fast_mode = _RESIZABLE.get(self.interpolation) if is_fast else None
+        if self.backend is None and self.in_chans != 4:
+            self.fast_mode = _RESIZABLE.get(self.interpolation)
         self.decoding = Decoding(MODES[self.in_chans], self.exif, self.grey_range)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -143,7 +147,7 @@ class _Preset:
             return max(round(height / ratio), 1), max(round(width / ratio), 1)
         if self.crop_mode == "center":
             return resized_size(height, width, self.resize_size)
-        return self.resize_size, self.resize_size
+        return self.resize_size, self.resize_size  # squash
 
     def _resize(self, image: Image.Image | torch.Tensor) -> Image.Image | torch.Tensor:
         _, height, width = functional.get_dimensions(image)
@@ -152,7 +156,9 @@ class _Preset:
     def _cut(self, image: Image.Image | torch.Tensor) -> Image.Image | torch.Tensor:
         """Return the centre of an image; beside a smaller one all is black or, with a `border`, the mean colour."""
         if self.crop_mode == "border":
-            rows, columns = (max(self.crop_size - side, 0) for side in functional.get_dimensions(image)[1:])
+            _, height, width = functional.get_dimensions(image)
+            rows = max(self.crop_size - height, 0)
+            columns = max(self.crop_size - width, 0)
             padding = [columns // 2, rows // 2, columns - columns // 2, rows - rows // 2]
             image = v2.functional.pad(image, padding, [round(255 * value) for value in self.mean])
         return functional.center_crop(image, self.crop_size)
@@ -170,7 +176,9 @@ class _Preset:
         """
         if self.fast_mode is None:
             return self.pixels(decode_plainly(payload, how=self.decoding))
-        return self._load_fast(ImageFile(payload, self.decoding), draws or TorchDraws())
+        if draws is None:
+            draws = TorchDraws()
+        return self._load_fast(ImageFile(payload, self.decoding), draws)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -217,56 +225,46 @@ class ClassificationPresetTrain(_Preset):
     def __post_init__(self) -> None:
         if self.hflip_mode not in ("random", "alternating"):
             raise ValueError(f"hflip_mode {self.hflip_mode!r}: expected random or alternating")
-        self.hflip_prob = self.hflip_prob if self.hflip_mode == "random" else 0.0
+        if self.hflip_mode == "alternating":
+            self.hflip_prob = 0.0
         super().__post_init__()
 
     def _steps(self) -> list:
-        scale, how = (self.crop_scale, 1.0), {"interpolation": self.interpolation, "antialias": True}
         self.resize_size = self.crop_size
-        is_random = self.crop_mode == "random"
-        steps = [transforms.RandomResizedCrop(self.crop_size, scale, **how)] if is_random else [self._resize, self._cut]
+        steps = [self._resize, self._cut]
+        if self.crop_mode == "random":
+            how = {"scale": (self.crop_scale, 1.0), "interpolation": self.interpolation, "antialias": True}
+            steps = [transforms.RandomResizedCrop(self.crop_size, **how)]
         if self.hflip_prob > 0:
             steps.append(transforms.RandomHorizontalFlip(self.hflip_prob))
         on_images = []
         if self.auto_augment_policy is not None:
-            on_images.append(self._build_policy(self.auto_augment_policy))
-        if self.color_jitter > 0:
-            on_images.append(transforms.ColorJitter(*3 * [self.color_jitter]))
-        if self.grayscale_prob > 0:
-            on_images.append(transforms.RandomGrayscale(self.grayscale_prob))
-        if self.blur_prob > 0:
-            blur = transforms.GaussianBlur(_BLUR_SIDE, _BLUR_SIGMAS)
-            on_images.append(transforms.RandomApply([blur], self.blur_prob))
-        self.policy = transforms.Compose(on_images) if on_images else None
+            from loading.augmentations import build_policy
+
+            on_images.append(build_policy(self))
+        if self.color_jitter > 0 or self.grayscale_prob > 0 or self.blur_prob > 0:
+            from loading.augmentations import colour_steps
+
+            on_images += colour_steps(self.color_jitter, self.grayscale_prob, self.blur_prob)
+        self.policy = None
+        if on_images:
+            self.policy = transforms.Compose(on_images)
         return steps + on_images
-
-    def _build_policy(self, name: Any) -> Callable[[Image.Image], Image.Image]:
-        """Return the augmentation policy with this name, or the function itself."""
-        if callable(name):
-            from loading.policies import own_policy
-
-            return own_policy(name)
-        if name.startswith("timm/"):
-            from loading.policies import TimmPolicy
-
-            return TimmPolicy(name, self.crop_size, self.interpolation, self.mean)
-        name = getattr(name, "value", name)  # torchvision's own enumeration
-        if name not in POLICIES:
-            raise ValueError(f"augmentation policy {name!r}: expected {', '.join(POLICIES)} or timm/SPECIFICATION")
-        policy = POLICIES[name]
-        given = {option: getattr(self, option) for option in policy.options}
-        return policy.load()(interpolation=self.interpolation, **given, **policy.constants)
 
     @property
     def takes_draws(self) -> bool:
         """Whether box and flip are all that is drawn."""
+        # `Draws` cost less than seeding torch's generator for each image, from which policies can draw alone.
         return self.fast_mode is not None and self.policy is None
 
     def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
         width, height = file.size
-        is_random = self.crop_mode == "random"
-        box = draw_box(height, width, self.crop_scale, draws) if is_random else (0, 0, height, width)
+        box = 0, 0, height, width
+        if self.crop_mode == "random":
+            box = draw_box(height, width, self.crop_scale, draws)
+        # Drawn after the box, and not at all if images are never flipped: the numbers of torchvision's transforms.
         is_mirrored = self.hflip_prob > 0 and draws.uniform() < self.hflip_prob
+        # After the draws: the box is known from the file's header, and only the rows that it needs are decoded.
         pixels = file.decode(*box)
         if is_mirrored:
             pixels = pixels.flip(-1)  # before the resize, which would copy the box anyway
@@ -275,52 +273,8 @@ class ClassificationPresetTrain(_Preset):
             pixels = self._cut(pixels)
         if self.policy is None:
             return pixels
-        return functional.pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy())))
-
-
-class ProgressivePreset:
-    """A training preset whose crops grow during the run (Tan and Le, arXiv 2104.00298; Leclerc et al., FFCV).
-
-    Args:
-        build: makes the preset for a `crop_size`.
-        smallest: crop size until epoch `first`, px.
-        largest: crop size from epoch `last` on, px.
-        first: epoch from which crops grow, linearly, rounded to multiples of 32 px.
-        last: epoch from which crops no longer grow.
-    """
-
-    def __init__(
-        self, build: Callable[..., ClassificationPresetTrain], *, smallest: int, largest: int, first: int, last: int
-    ) -> None:
-        self.build = cache(build)
-        self.smallest, self.largest, self.first, self.last = smallest, largest, first, last
-
-    def size_at(self, epoch: int) -> int:
-        """Return the crop size of an epoch, px."""
-        progress = min(max((epoch - self.first) / (self.last - self.first), 0.0), 1.0)
-        if progress in (0.0, 1.0):
-            return self.largest if progress else self.smallest
-        size = round((self.smallest + (self.largest - self.smallest) * progress) / 32) * 32
-        return min(max(size, self.smallest), self.largest)
-
-    def at(self, epoch: int) -> ClassificationPresetTrain:
-        """Return the preset of an epoch."""
-        return self.build(crop_size=self.size_at(epoch))
-
-
-def auto_augment(interpolation: InterpolationMode, dataset: str) -> autoaugment.AutoAugment:
-    """Return the policy that was learned on a data set: cifar10, imagenet or svhn."""
-    return autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(dataset), interpolation)
-
-
-def rand_augment(interpolation: InterpolationMode, ra_magnitude: int) -> autoaugment.RandAugment:
-    """Return RandAugment."""
-    return autoaugment.RandAugment(magnitude=ra_magnitude, interpolation=interpolation)
-
-
-def augmix(interpolation: InterpolationMode, augmix_severity: int) -> autoaugment.AugMix:
-    """Return AugMix."""
-    return autoaugment.AugMix(severity=augmix_severity, interpolation=interpolation)
+        image = Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy())
+        return functional.pil_to_tensor(self.policy(image))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -369,26 +323,26 @@ def _span(size: int, new_size: int, crop_size: int, mode: str) -> tuple[int, int
     reach = math.ceil(max(scale, 1.0) * (1 if mode == "bilinear" else 2)) + 1
     end = min(math.ceil((cut + crop_size) * scale) + reach, size)
     # torch would copy, not resize, a part that is enlarged by less than a pixel; so take the whole side.
-    return size if end * new_size // size == end else end, cut
+    if end * new_size // size == end:
+        end = size
+    return end, cut
 
 
 def find_policy(args: Any) -> Any:
     """Return the value of `--auto-augment`; for FILE.py:FUNCTION what the function returns, tried on some images."""
     if not split_custom(args.auto_augment or ""):
         return args.auto_augment
-    from loading.policies import own_policy
+    from loading.augmentations import try_policy
 
-    with in_one_line(f"--auto-augment {args.auto_augment}"):
+    with as_user_error(f"--auto-augment {args.auto_augment}"):
+        # Before training: a policy that keeps a state would give a resumed run other images than an unbroken one.
         policy = load_function("auto_augment", args)()
-        image = Image.effect_noise((args.train_crop_size, args.train_crop_size), 64).convert("RGB")
-        for seed in range(8):
-            if len({seed_host(seed) or own_policy(policy)(image.copy()).tobytes() for _ in range(2)}) > 1:
-                raise UserError("different pixels with the same seed: draw by torch, numpy or random; keep no state")
+        try_policy(policy, args.train_crop_size)
     return policy
 
 
-def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, ClassificationPresetEval]:
-    """Return the presets for training and for evaluation."""
+def build_presets(args: Any) -> tuple[Any, ClassificationPresetEval]:
+    """Return the presets for training, one or a `ProgressivePreset` of them, and for evaluation."""
     training = {"auto_augment_policy": find_policy(args), "random_erase_prob": args.random_erase, "crop_mode": "random"}
     if args.train_crop_mode == "whole":
         training["crop_mode"] = "border" if args.crop_mode == "border" else "squash"
@@ -396,7 +350,8 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
     def build(preset: type[_Preset], **others: Any) -> _Preset:
         """Return a preset whose other arguments are the options of the same names."""
         options = {each.name: getattr(args, each.name) for each in fields(preset) if each.name in args}
-        return preset(**options | {"interpolation": InterpolationMode(args.interpolation)} | others)
+        options["interpolation"] = InterpolationMode(args.interpolation)
+        return preset(**options | others)
 
     def build_train(crop_size: int) -> _Preset:
         if args.augment:
@@ -406,6 +361,8 @@ def build_presets(args: Any) -> tuple[_Preset | ProgressivePreset, Classificatio
 
     train = build_train(args.train_crop_size)
     if args.crop_ramp_epochs is not None:
+        from loading.growing_crops import ProgressivePreset
+
         first, last = args.crop_ramp_epochs
         sizes = {"smallest": args.train_crop_size_min, "largest": args.train_crop_size}
         train = ProgressivePreset(build_train, **sizes, first=first, last=last)

@@ -12,10 +12,18 @@ from collections.abc import Iterable
 import numpy
 import torch
 
-# Purposes of draws; two purposes at the same address draw unrelated numbers.
-AUGMENTATION, MIXING, FORWARD, ERASING, UPDATE, EVALUATION, FLIP = 1, 2, 3, 4, 5, 6, 7
+# Purposes of draws; two purposes at the same address draw unrelated numbers. A number is part of every run's bits: none
+# may change, and a new purpose gets the next one.
+AUGMENTATION = 1
+MIXING = 2
+FORWARD = 3
+ERASING = 4
+UPDATE = 5
+EVALUATION = 6
+FLIP = 7
 
-_MASK, _STEP = (1 << 64) - 1, 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as of splitmix64
 
 
 def fold_seed(*address: int) -> int:

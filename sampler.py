@@ -1,6 +1,5 @@
 """Deal images out to ranks and steps by formulas, so that a run can begin at any step at no cost."""
 
-from collections import Counter
 from collections.abc import Iterator, Sized
 from typing import NamedTuple
 
@@ -19,9 +18,11 @@ class SampleKey(int):
 
     def __new__(cls, index: int, epoch: int, repetition: int = 0) -> "SampleKey":  # noqa: D102
         key = super().__new__(cls, index)
-        key.epoch, key.repetition = epoch, repetition
+        key.epoch = epoch
+        key.repetition = repetition
         return key
 
+    # As an int's subclass a key would be pickled on its way to a loader's process without its attributes.
     def __reduce__(self) -> tuple:
         return SampleKey, (int(self), self.epoch, self.repetition)
 
@@ -51,7 +52,9 @@ class VirtualShards(NamedTuple):
     @property
     def arithmetic(self) -> str:
         """The global batch as a product, such as `256 images a step: 2 processes x 4 micro-batches x 32`."""
-        each = f"{self.num_local} micro-batches x {self.batch_size}" if self.num_local > 1 else f"{self.batch_size}"
+        each = f"{self.batch_size}"
+        if self.num_local > 1:
+            each = f"{self.num_local} micro-batches x {each}"
         return f"{counted(self.global_batch_size, 'image')} per step: {counted(self.world_size, 'process')} x {each}"
 
     @property
@@ -73,10 +76,12 @@ class VirtualShards(NamedTuple):
             why = f"BatchNorm would see {self.world_size} of the {self.num_shards} micro-batches of a global batch"
             raise UserError(f"--sync-bn: {why}; use {self.num_shards} processes, or remove --sync-bn")
         sizes = [size for size in range(1, self.num_shards + 1) if self.num_shards % size == 0]
+        to_same_bits = ""
         if needs_same_bits:
+            # Gradients are summed pairwise, first within a process: any other W cuts a pair of that tree in two.
             sizes = [size for size in sizes if size == 1 or (self.num_shards // size).bit_count() == 1]
+            to_same_bits = " to the same bits (--use-deterministic-algorithms)"
         if self.world_size not in sizes:
-            to_same_bits = " to the same bits (--use-deterministic-algorithms)" if needs_same_bits else ""
             raise UserError(
                 f"cannot run {counted(self.num_shards, 'micro-batch')} of {counted(self.batch_size, 'image')} on "
                 f"{counted(self.world_size, 'process')}{to_same_bits}; use one of {', '.join(map(str, sizes))}"
@@ -99,7 +104,8 @@ class TrainSampler(Sampler):
             a multiple of 256 images, which leaves nothing of a small set; that is the only difference. With fewer
             micro-batches than repetitions, some repetitions of an image share one. They are not neighbours there, as
             mixing pairs neighbours, and the last image with the first, unless one image fills more than half of it.
-        labels: (N,) the images' classes, to show each class as often; None for each image once. See `balanced_order`.
+        labels: (N,) the images' classes, to show each class as often; None for each image once. See
+            `balanced_order` in `loading/repeats.py`.
 
     Raises:
         UserError: the set is smaller than one global batch.
@@ -120,20 +126,32 @@ class TrainSampler(Sampler):
                 f"the training set has {num_images} images, fewer than one global batch of {shards.global_batch_size}; "
                 "choose a smaller --batch-size or --global-batch-size"
             )
-        self.num_images, self.shards, self.seed, self.repetitions = num_images, shards, seed, repetitions
-        self.batch_size, self.labels = shards.batch_size, labels
+        self.num_images = num_images
+        self.shards = shards
+        self.seed = seed
+        self.repetitions = repetitions
+        self.labels = labels
+        self.batch_size = shards.batch_size
+        # Rounded down: a last step of fewer images would have a mean gradient, BatchNorm and a weight of its own, and
+        # one filled up with other images, as torch's sampler fills it, shows some images twice in an epoch.
         self.steps_per_epoch = num_images // shards.global_batch_size
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         """Choose the epoch to yield, and its first step."""
-        self.epoch, self.start_step, self._is_chosen = epoch, start_step, True
+        self.epoch = epoch
+        self.start_step = start_step
+        self._is_chosen = True
 
     def epoch_order(self) -> torch.Tensor:
         """Return (N,) int64: the images in this epoch's order."""
         generator = torch.Generator()
+        # The seed and the call of torch's `DistributedSampler`, and so its order: a run can be compared with one of
+        # torchvision's. From a formula of the epoch a resumed run finds any step's images, and saves no state.
         generator.manual_seed(self.seed + self.epoch)
         if self.labels is not None:
+            from loading.repeats import balanced_order
+
             return balanced_order(self.labels, generator)
         return torch.randperm(self.num_images, generator=generator)
 
@@ -145,12 +163,21 @@ class TrainSampler(Sampler):
                 yield first + step, shard
 
     def _keys(self, order: torch.Tensor, step: int, shard: int, earlier: torch.Tensor | None = None) -> list[SampleKey]:
+        """Return the images of a micro-batch; `earlier` is how often each position's image has come already."""
         first = step * self.shards.global_batch_size
+        # Every V-th image, as `DistributedSampler` deals them out to V processes.
         positions = torch.arange(first + shard, first + self.shards.global_batch_size, self.shards.num_shards)
         images = order[positions // self.repetitions].tolist()
-        repetitions = (positions % self.repetitions if earlier is None else earlier[positions]).tolist()
-        keys = [SampleKey(index, self.epoch, number) for index, number in zip(images, repetitions, strict=True)]
-        return keys if self.shards.num_shards >= self.repetitions else _without_neighbours(keys)
+        repetitions = positions % self.repetitions
+        if earlier is not None:
+            repetitions = earlier[positions]
+        # An image that comes again has other draws: the repetition is a part of their address.
+        keys = [SampleKey(index, self.epoch, each) for index, each in zip(images, repetitions.tolist(), strict=True)]
+        if self.shards.num_shards >= self.repetitions:
+            return keys
+        from loading.repeats import without_neighbours
+
+        return without_neighbours(keys)
 
     def indices_at(self, step: int) -> list[int]:
         """Return the images that this process uses in a step of the epoch."""
@@ -162,56 +189,17 @@ class TrainSampler(Sampler):
             self.set_epoch(self.epoch + 1)
         self._is_chosen = False
         order = self.epoch_order()
-        earlier = None if self.labels is None else count_earlier(order)
+        earlier = None
+        if self.labels is not None:
+            from loading.repeats import count_earlier
+
+            earlier = count_earlier(order)
         for step in range(self.start_step, self.steps_per_epoch):
             for shard in self.shards.local:
                 yield from self._keys(order, step, shard, earlier)
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.start_step) * self.shards.num_local * self.batch_size
-
-
-def balanced_order(labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return as many images as there are, in an order that shows each class as often, but for one time.
-
-    K classes come in turn, in another random order in every K positions. The images of a class follow a random
-    permutation of them, and then another one: in a pass over the set, each image of a small class comes several times,
-    as often as the others of its class but for one time, and of a large class only some come.
-
-    Args:
-        labels: (N,) the images' classes; those without images have no turn.
-        generator: all draws are from it.
-    """
-    by_class = labels.argsort(stable=True).split(labels.bincount()[labels.unique()].tolist())
-    turns = torch.rand(-(-len(labels) // len(by_class)), len(by_class), generator=generator)
-    turns = turns.argsort(dim=1, stable=True).flatten()[: len(labels)]
-    order = torch.empty_like(labels)
-    for images, positions in zip(by_class, turns.argsort(stable=True).split(turns.bincount().tolist()), strict=True):
-        passes = range(-(-len(positions) // len(images)))
-        shown = [images[torch.randperm(len(images), generator=generator)] for _ in passes]
-        order[positions] = torch.cat(shown)[: len(positions)]
-    return order
-
-
-def count_earlier(order: torch.Tensor) -> torch.Tensor:
-    """Return for each position of an order how often its image comes earlier, a part of its draws' address."""
-    by_image = order.argsort(stable=True)
-    images = order[by_image]
-    earlier = torch.empty_like(order)
-    earlier[by_image] = torch.arange(len(order)) - torch.searchsorted(images, images)
-    return earlier
-
-
-def _without_neighbours(keys: list[SampleKey]) -> list[SampleKey]:
-    """Return the keys in a circular order without two neighbours of the same image, if there is one.
-
-    Image by image, the most frequent ones first, the keys take every other position, and then the positions between.
-    Only an image with more than half of the keys can come round to its own first position.
-    """
-    counts = Counter(keys)
-    keys = sorted(keys, key=lambda key: -counts[key])
-    half = (len(keys) + 1) // 2
-    return [keys[position // 2 + half * (position % 2)] for position in range(len(keys))]
 
 
 class RASampler(TrainSampler):
@@ -234,13 +222,18 @@ class RASampler(TrainSampler):
             num_replicas = dist.get_world_size() if is_group else 1
         if rank is None:
             rank = dist.get_rank() if is_group else 0
+        # One image a micro-batch: a plain loader makes batches of what a process gets, of whatever size.
         shards = VirtualShards(num_replicas, num_replicas, rank, num_replicas)
         super().__init__(len(dataset), shards, seed, repetitions)
-        self.num_replicas, self.rank, self.shuffle = num_replicas, rank, shuffle
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.shuffle = shuffle
 
     def epoch_order(self) -> torch.Tensor:
         """Return (N,) int64: the images in this epoch's order."""
-        return super().epoch_order() if self.shuffle else torch.arange(self.num_images)
+        if self.shuffle:
+            return super().epoch_order()
+        return torch.arange(self.num_images)
 
 
 class EvalSampler(Sampler):
@@ -251,7 +244,11 @@ class EvalSampler(Sampler):
     """
 
     def __init__(self, num_images: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        self.num_images, self.batch_size = num_images, batch_size
+        self.num_images = num_images
+        self.batch_size = batch_size
+        # Whole batches in turn and no single images, or a batch's contents would depend on the number of processes:
+        # kernels sum in another order for another batch. Nothing is padded: torch's sampler adds images to give each
+        # process as many, and one that counts twice moves the accuracy.
         self.firsts = range(rank * batch_size, num_images, world_size * batch_size)
 
     def __iter__(self) -> Iterator[int]:

@@ -24,12 +24,13 @@ from checkpointing.store import CheckpointManager
 from data import load_data
 from distributed import collectives
 from distributed.decision import StepDecisions
+from distributed.ending import announce_failure, end_process, end_with_error, leave_group
 from distributed.launch import read_launch
-from distributed.signals import follow_agent, lent_process, start_signal_handling
-from errors import PreemptedError, UserError, end_by, end_process
+from distributed.lending import lent_process
+from distributed.signals import follow_agent, start_signal_handling
+from errors import PreemptedError, UserError
 from metrics import Accuracy, Tally, build_metrics, check_count, image_numbers, result_line
 from models import build, gradients, optim
-from models.ema import build_ema
 from models.losses import build_loss
 from models.trained import load_evaluated
 from monitoring.console import hash_line, log
@@ -65,12 +66,13 @@ def train_one_epoch(
     run.begin_epoch(model, epoch)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
     metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
-    batches, numbers = metric_logger.timed(run.watched(data_loader)), image_numbers(data_loader)
+    batches, numbers = metric_logger.timed(run.training_batches(data_loader)), image_numbers(data_loader)
     steps = run.steps(len(data_loader))
     precision = build.autocast(args, device)
     for step in metric_logger.log_every(steps, args.print_freq, f"Epoch: [{epoch}]", steps.start):
         run.begin_step(epoch, step)
         optimizer.zero_grad()
+        # `zip` asks the shards first: their end takes no batch from the loader, which would be lost to the next step.
         for shard, (image, target), index in zip(run.local_shards, batches, numbers, strict=False):
             image, target = image.to(device, non_blocking=True), target.to(device, non_blocking=True)
             with run.shard(shard):
@@ -106,9 +108,8 @@ def evaluate(model, criterion, data_loader, device, print_freq=100, log_suffix="
 def measure(model, criterion, data_loader, device, print_freq=100, log_suffix="", metrics=None, observe=None):
     """Evaluate a model on every image of a set, each exactly once, over all processes.
 
-    The sums are formed from the batches in their order, whichever rank computed them: with `EvalSampler`, all values
-    are the same in every bit at any number of processes. Collective: every rank must call it, with the bare model:
-    ranks may have different numbers of batches, on which DDP would hang.
+    With `EvalSampler`, all values are the same in every bit at any number of processes. Collective: every rank must
+    call it, with the bare model: ranks may have different numbers of batches, on which DDP would hang.
 
     Args:
         model: the bare model; every rank takes the buffers of rank 0.
@@ -148,6 +149,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
                 each(output, target, index)
             if metric_logger.is_line_due:
                 metric_logger.show(*tally.read_local())
+    # In the order of the batches, whichever rank computed them: torch rounds a sum by its order.
     tally.synchronize_between_processes()
     values, n = tally.compute_and_reset()
     for metric in metrics:
@@ -275,7 +277,7 @@ def main(args):
     weights = find_weights(args, state, datasets[1])
     model_without_ddp = build.move_to_device(build.build_model(args, loading.num_classes, weights), args, device)
     check_weights(model_without_ddp)
-    model_ema = build_ema(args, model_without_ddp)
+    model_ema = build.build_ema(args, model_without_ddp)
     criterion = check_weights(build_loss(args, model_without_ddp, *datasets[:2]))
     metrics = build_metrics(args, loading.num_classes)
     if args.test_only:
@@ -297,7 +299,8 @@ def main(args):
         for epoch in run.epochs():
             if run.has_steps_left:
                 train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler, run)
-                run.save()  # before the evaluation too: a kill in it costs no training
+                # Before the evaluation, too: a kill in it costs no training.
+                run.save()
             if run.is_evaluation_due:
                 scored = model_without_ddp, model_ema, criterion, loaders, device, metrics, run
                 run.record_results(evaluate_all(args, *scored))
@@ -317,14 +320,14 @@ def cli(args=None):
                 main(args)
         except PreemptedError as stop:
             print(f"{stop}; --resume auto continues")
-        collectives.shut_down()
+        leave_group()
     except BaseException as error:
         if not isinstance(error, Exception | KeyboardInterrupt):  # not the parser's, whose work is done
             error = UserError(f"code of your own has raised {error!r:.90}; let it raise an Exception", exit_code=1)
-        error = collectives.report_end(error)
+        error = announce_failure(error)
         note_refusal(args, error)
-        collectives.watchdog.stop()  # `end_by` waits for other ranks
-        end_by(error, read_launch())
+        collectives.watchdog.stop()  # `end_with_error` waits for other ranks
+        end_with_error(error, read_launch())
     end_process(0)
 
 

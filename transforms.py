@@ -1,4 +1,7 @@
-"""Transforms of a batch on the device: normalise, erase, mix.
+"""Erase parts of the images of a batch, and mix neighbours: MixUp and CutMix, under torchvision's names.
+
+They work on whole batches on the device: a few kernels there are cheaper than the same work on each image in the
+loader's processes, and mixing needs two images. A plain run imports none of this.
 
 Every draw comes from a `random.Random`. `data.DeviceLoader` seeds it with the batch's address, so no draw depends on
 the device, other batches or a generator's history; a direct call seeds it from torch's process-wide generator.
@@ -6,36 +9,11 @@ the device, other batches or a generator's history; a direct call seeds it from 
 
 import math
 import random
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-
-class Normalize:
-    """Turn (B, C, H, W) uint8 into float32 with the given mean and standard deviation of each channel.
-
-    Args:
-        mean: mean of each channel, of values from 0 to 1; `std` likewise.
-        device: the device of the images.
-        memory_format: the memory format of the result.
-    """
-
-    def __init__(
-        self,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        device: torch.device,
-        memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> None:
-        self.mean = torch.tensor(mean, device=device).view(-1, 1, 1)
-        self.std = torch.tensor(std, device=device).view(-1, 1, 1)
-        self.memory_format = memory_format
-
-    def __call__(self, image: Tensor) -> Tensor:
-        """Divide by 255 first, then normalise: the same order as in torchvision's presets, and so the same bits."""
-        image = image.to(torch.float32, memory_format=self.memory_format)
-        return image.div_(255).sub_(self.mean).div_(self.std)
+from loading.on_device import one_hot
 
 
 class RandomErasing:
@@ -50,7 +28,8 @@ class RandomErasing:
     RATIO = 0.3, 3.3  # smallest and largest height over width
 
     def __init__(self, p: float = 0.5, *, is_noisy: bool = False) -> None:
-        self.p, self.is_noisy = p, is_noisy
+        self.p = p
+        self.is_noisy = is_noisy
 
     def draw_box(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
         """Draw a box (top, left, height, width), px; empty with probability 1 - p, or if ten draws do not fit."""
@@ -58,10 +37,13 @@ class RandomErasing:
             return 0, 0, 0, 0
         for _ in range(10):
             area = height * width * rng.uniform(*self.SCALE)
+            # Uniform in the logarithm, so that a box is as often twice as high as wide as the other way round.
             ratio = math.exp(rng.uniform(math.log(self.RATIO[0]), math.log(self.RATIO[1])))
-            box_height, box_width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            box_height = round(math.sqrt(area * ratio))
+            box_width = round(math.sqrt(area / ratio))
             if box_height < height and box_width < width:
-                top, left = rng.randint(0, height - box_height), rng.randint(0, width - box_width)
+                top = rng.randint(0, height - box_height)
+                left = rng.randint(0, width - box_width)
                 return top, left, box_height, box_width
         return 0, 0, 0, 0
 
@@ -75,15 +57,22 @@ class RandomErasing:
         boxes = torch.tensor([self.draw_box(height, width, rng) for _ in range(len(image))])
         if not self.is_noisy:
             return boxes
+        # A seed and not the noise, which would be as large as the images, and have to be copied to the device.
         seeds = torch.tensor([rng.getrandbits(31) for _ in range(len(image))])
         return torch.cat([boxes, seeds[:, None]], dim=1)
 
     def erase(self, image: Tensor, boxes: Tensor) -> Tensor:
         """Erase the boxes of `draw` from (B, C, H, W) normalised floats."""
         top, left, height, width = boxes[:, :4, None].unbind(1)
-        fill = normal_noise(image, boxes[:, 4]) if self.is_noisy else 0.0
+        fill = 0.0
+        if self.is_noisy:
+            fill = normal_noise(image, boxes[:, 4])
         # Unlike `masked_fill`, `where` keeps the channels-last memory format when compiled.
         return torch.where(_inside(image, left, top, left + width, top + height)[:, None], fill, image)
+
+    def __call__(self, image: Tensor, rng: random.Random) -> Tensor:
+        """Erase random boxes from (B, C, H, W) normalised floats, drawing from `rng`."""
+        return self.erase(image, _to_device(self.draw(image, rng), image.device))
 
 
 def normal_noise(image: Tensor, seeds: Tensor) -> Tensor:
@@ -92,6 +81,7 @@ def normal_noise(image: Tensor, seeds: Tensor) -> Tensor:
     Each value is a hash of its image's seed, of (B,) int64, and its position in the image: the same in any memory order
     and, but for the rounding of `erfinv`, on every device.
     """
+    # A generator of the device would draw other numbers on other devices, and have a state to be saved.
     position = torch.arange(image[0].numel(), dtype=torch.int32, device=image.device).view(image.shape[1:])
     bits = torch.zeros_like(image, dtype=torch.int32) + _mix_bits(position)
     bits = _mix_bits(bits ^ seeds.to(torch.int32).view(-1, 1, 1, 1))
@@ -101,6 +91,7 @@ def normal_noise(image: Tensor, seeds: Tensor) -> Tensor:
 
 def _mix_bits(bits: Tensor) -> Tensor:
     """Hash int32 numbers so that each bit depends on all bits of its number (the finaliser of MurmurHash3)."""
+    # A shift of int32 copies the sign into the high bits, which the masks clear again.
     bits = (bits ^ (bits >> 16 & 0xFFFF)) * (0x85EBCA6B - (1 << 32))  # int32 wraps around
     bits = (bits ^ (bits >> 13 & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
     return bits ^ (bits >> 16 & 0xFFFF)
@@ -111,16 +102,21 @@ def process_rng() -> random.Random:
     return random.Random(int(torch.randint(1 << 62, ())))
 
 
-def to_device(values: Tensor, device: torch.device) -> Tensor:
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device without waiting, by way of pinned memory."""
-    return (values if device.type == "cpu" else values.pin_memory()).to(device, non_blocking=True)
+    # The driver copies from memory that can be paged out only while the host waits.
+    if device.type != "cpu":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def _inside(image: Tensor, left: Tensor, top: Tensor, right: Tensor, bottom: Tensor) -> Tensor:
     """Return whether each pixel is inside a rectangle: (H, W) bool for 0-d edges, (B, H, W) for (B, 1) edges."""
+    # Comparisons and no slice: a slice needs the edges on the CPU, and so a wait for the device.
     y, x = (torch.arange(side, device=image.device) for side in image.shape[-2:])
-    rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
-    return rows[..., :, None] & columns[..., None, :]
+    is_row = (y >= top) & (y < bottom)
+    is_column = (x >= left) & (x < right)
+    return is_row[..., :, None] & is_column[..., None, :]
 
 
 def _neighbours(image: Tensor) -> Tensor:
@@ -128,15 +124,12 @@ def _neighbours(image: Tensor) -> Tensor:
     return torch.cat([image[-1:], image[:-1]])
 
 
-def one_hot(target: Tensor, num_classes: int) -> Tensor:
-    """Return (B, num_classes) bool of (B,) class indices. torch's `one_hot` reads them on a CPU, to check them."""
-    return target[:, None] == torch.arange(num_classes, device=target.device)
-
-
 def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor) -> Tensor:
     """Return (B, num_classes) float32 targets: `share` of the image's own class, `rest` of its neighbour's."""
-    targets = (target if target.ndim == 2 else one_hot(target, num_classes)).to(torch.float32)
-    return targets * share + targets.roll(1, 0) * rest
+    if target.ndim != 2:
+        target = one_hot(target, num_classes)
+    target = target.to(torch.float32)
+    return target * share + target.roll(1, 0) * rest
 
 
 # Drawn numbers go to the device in one small tensor, by one copy that waits for nothing.
@@ -167,7 +160,10 @@ class _Mixing(nn.Module):
         super().__init__()
         if num_classes < 1 or alpha <= 0:
             raise ValueError(f"num_classes {num_classes} and alpha {alpha}: expected numbers above 0")
-        self.num_classes, self.p, self.alpha, self.inplace = num_classes, p, alpha, inplace
+        self.num_classes = num_classes
+        self.p = p
+        self.alpha = alpha
+        self.inplace = inplace
 
     def extra_repr(self) -> str:
         """Return the arguments."""
@@ -181,10 +177,13 @@ class _Mixing(nn.Module):
             raise TypeError(f"a batch of {batch.dtype} and a target of {target.dtype}: expected floats and torch.int64")
         rng = process_rng()
         if rng.random() >= self.p:
-            drawn = pack_share(1.0).to(batch.device)
-            return batch, _soft_targets(target, self.num_classes, *drawn).to(batch.dtype)
+            # Soft targets all the same, as torchvision's: a loss is given one kind of targets in every step.
+            own, rest = pack_share(1.0).to(batch.device)
+            return batch, _soft_targets(target, self.num_classes, own, rest).to(batch.dtype)
         mixed, target = self.mix(batch, target, self.draw(batch, rng).to(batch.device))
-        return batch.copy_(mixed) if self.inplace else mixed, target.to(batch.dtype)
+        if self.inplace:
+            mixed = batch.copy_(mixed)
+        return mixed, target.to(batch.dtype)
 
 
 class RandomMixUp(_Mixing):
@@ -206,6 +205,7 @@ class RandomMixUp(_Mixing):
             The mixed image and (B, num_classes) float targets whose rows sum to 1.
         """
         share, rest = drawn.unbind()
+        # Two products and a sum, each rounded, as in torchvision: to the same bits.
         mixed = _neighbours(image).mul_(rest).add_(image.mul(share))
         return mixed, _soft_targets(target, self.num_classes, share, rest)
 
@@ -217,11 +217,16 @@ class RandomCutMix(_Mixing):
         """Draw the argument `drawn` of `mix` for a (B, C, H, W) batch, on the CPU."""
         height, width = image.shape[-2:]
         share = rng.betavariate(self.alpha, self.alpha)
-        centre_x, centre_y = rng.randrange(width), rng.randrange(height)
+        centre_x = rng.randrange(width)
+        centre_y = rng.randrange(height)
+        # The neighbour's share is an area, and each side of the rectangle goes with its square root.
         half = 0.5 * math.sqrt(1.0 - share)
-        half_width, half_height = int(half * width), int(half * height)
-        left, right = max(centre_x - half_width, 0), min(centre_x + half_width, width)
-        top, bottom = max(centre_y - half_height, 0), min(centre_y + half_height, height)
+        half_width = int(half * width)
+        half_height = int(half * height)
+        left = max(centre_x - half_width, 0)
+        right = min(centre_x + half_width, width)
+        top = max(centre_y - half_height, 0)
+        bottom = min(centre_y + half_height, height)
         return pack_box((left, top, right, bottom), height, width)
 
     def mix(self, image: Tensor, target: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,19 +249,38 @@ class RandomMix:
     def __init__(
         self, mixup: RandomMixUp | None, cutmix: RandomCutMix | None, prob: float = 1.0, switch_prob: float = 0.5
     ) -> None:
-        self.mixup, self.cutmix, self.prob, self.switch_prob = mixup, cutmix, prob, switch_prob
+        self.mixup = mixup
+        self.cutmix = cutmix
+        self.prob = prob
+        self.switch_prob = switch_prob
 
     def draw(self, image: Tensor, rng: random.Random) -> tuple["RandomMixUp | RandomMix", Tensor] | None:
         """Draw mixup or cutmix for a (B, C, H, W) batch, and the argument `drawn` of its `mix`; None to mix nothing."""
-        mixes, switch = rng.random(), rng.random()
-        has_both = self.mixup is not None and self.cutmix is not None
-        mixer = (self.cutmix if switch < self.switch_prob else self.mixup) if has_both else self.mixup or self.cutmix
-        return (mixer, mixer.draw(image, rng)) if mixes < self.prob else None
+        # Both are drawn whatever they decide, so that no option moves the draws that follow.
+        mixes = rng.random()
+        switch = rng.random()
+        if mixes >= self.prob:
+            return None
+        mixer = self.mixup
+        if self.mixup is None or (self.cutmix is not None and switch < self.switch_prob):
+            mixer = self.cutmix
+        return mixer, mixer.draw(image, rng)
+
+    def draw_and_mix(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+        """Mix (B, C, H, W) floats and their targets by one of the two or not at all, drawing from `rng`."""
+        found = self.draw(image, rng)
+        if found is None:
+            return image, target
+        mixer, drawn = found
+        return mixer.mix(image, target, _to_device(drawn, image.device))
 
     def __call__(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Mix a batch by one of the two, as `RandomMixUp`."""
-        drawn = self.draw(batch, process_rng())
-        return drawn[0](batch, target) if drawn else (batch, target)
+        found = self.draw(batch, process_rng())
+        if found is None:
+            return batch, target
+        mixer, _ = found
+        return mixer(batch, target)
 
 
 class RandomMixEach(RandomMix):
@@ -264,28 +288,36 @@ class RandomMixEach(RandomMix):
 
     def draw(self, image: Tensor, rng: random.Random) -> tuple["RandomMixEach", Tensor]:
         """Return itself and (B, 7) numbers for `mix`: box, the image's share of the blend, and both targets' shares."""
+        # Of an image that is not mixed: an empty box, and all of itself.
         rows = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(len(image), 1)
         for row in rows:
-            if (found := super().draw(image, rng)) is None:
+            found = super().draw(image, rng)
+            if found is None:
                 continue
             mixer, drawn = found
             if mixer is self.cutmix:
-                row[:4], row[5:] = drawn[:4], drawn[4:]
+                row[:4] = drawn[:4]
+                row[5:] = drawn[4:]
             else:
-                row[4], row[5:] = drawn[0], drawn
+                row[4] = drawn[0]
+                row[5:] = drawn
         return self, rows
 
     def mix(self, image: Tensor, target: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Mix a batch; as `RandomMixUp`."""
         left, top, right, bottom, blend, share, rest = drawn[..., None].unbind(1)
-        neighbours, blend = _neighbours(image), blend[..., None, None]
+        neighbours = _neighbours(image)
+        blend = blend[..., None, None]
+        # One expression for the whole batch, whatever each image has drawn: the host does not wait for the device.
         is_pasted = _inside(image, left, top, right, bottom)[:, None]
         mixed = torch.where(is_pasted, neighbours, neighbours * (1 - blend) + image * blend)
-        return mixed, _soft_targets(target, (self.mixup or self.cutmix).num_classes, share, rest)
+        mixer = self.mixup or self.cutmix
+        return mixed, _soft_targets(target, mixer.num_classes, share, rest)
 
     def __call__(self, batch: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Mix a batch, as `RandomMixUp`, with draws seeded from torch's process-wide generator."""
-        return self.mix(batch, target, self.draw(batch, process_rng())[1].to(batch.device))
+        _, drawn = self.draw(batch, process_rng())
+        return self.mix(batch, target, drawn.to(batch.device))
 
 
 def get_mixup_cutmix(
@@ -303,31 +335,13 @@ def get_mixup_cutmix(
     The mode `batch` draws once for the whole batch, `elem` for each image; `prob` and `switch_prob` are `RandomMix`'s.
     `use_v2` has no effect, since both of torchvision's versions compute the same.
     """
-    mixup = RandomMixUp(num_classes, p=1.0, alpha=mixup_alpha) if mixup_alpha > 0 else None
-    cutmix = RandomCutMix(num_classes, p=1.0, alpha=cutmix_alpha) if cutmix_alpha > 0 else None
-    mix = RandomMixEach if mode == "elem" else RandomMix
-    return mix(mixup, cutmix, prob, switch_prob) if mixup or cutmix else None
-
-
-@dataclass(eq=False)
-class BatchTransform:
-    """The device's half of a preset: uint8 in; normalised floats out, erased and mixed as `erase` and `mix` say.
-
-    From the epoch `mix_off_epoch` on, if it is not 0, nothing is mixed.
-    """
-
-    normalize: Normalize
-    erase: RandomErasing | None = None
-    mix: RandomMix | None = None
-    mix_off_epoch: int = 0
-
-    def __call__(self, image: Tensor, target: Tensor, rng: random.Random, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        """Transform (B, C, H, W) uint8 and (B,) int64 on the device, drawing from `rng`."""
-        image = self.normalize(image)
-        if self.erase is not None:
-            image = self.erase.erase(image, to_device(self.erase.draw(image, rng), image.device))
-        is_on = self.mix is not None and (not self.mix_off_epoch or epoch < self.mix_off_epoch)
-        if is_on and (found := self.mix.draw(image, rng)):
-            mixer, drawn = found
-            image, target = mixer.mix(image, target, to_device(drawn, image.device))
-        return image.contiguous(memory_format=self.normalize.memory_format), target
+    mixup = cutmix = None
+    if mixup_alpha > 0:
+        mixup = RandomMixUp(num_classes, p=1.0, alpha=mixup_alpha)
+    if cutmix_alpha > 0:
+        cutmix = RandomCutMix(num_classes, p=1.0, alpha=cutmix_alpha)
+    if mixup is None and cutmix is None:
+        return None
+    if mode == "elem":
+        return RandomMixEach(mixup, cutmix, prob, switch_prob)
+    return RandomMix(mixup, cutmix, prob, switch_prob)

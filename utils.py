@@ -21,14 +21,22 @@ from distributed.collectives import (
     setup_for_distributed,
 )
 from metrics import count_correct
-from models.ema import ExponentialMovingAverage
 from models.optim import set_weight_decay
 
 __all__ = [
-    "ExponentialMovingAverage", "MetricLogger", "SmoothedValue", "accuracy", "average_checkpoints", "get_rank",
+    "ExponentialMovingAverage", "MetricLogger", "SmoothedValue", "accuracy", "average_checkpoints", "get_rank",  # noqa: F822
     "get_world_size", "init_distributed_mode", "is_dist_avail_and_initialized", "is_main_process", "mkdir",
     "reduce_across_processes", "save_on_master", "set_weight_decay", "setup_for_distributed", "store_model_weights",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    # A run without --model-ema imports no average.
+    if name == "ExponentialMovingAverage":
+        from models.ema import ExponentialMovingAverage
+
+        return ExponentialMovingAverage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class SmoothedValue:
@@ -44,19 +52,25 @@ class SmoothedValue:
     def __init__(self, window_size: int = 20, fmt: str | None = None) -> None:
         self.fmt = fmt or "{median:.4f} ({global_avg:.4f})"
         self._window = deque(maxlen=window_size)
-        self._unread = []
+        self._unread = []  # (value, n, so_far) each
         self._total, self._count = 0.0, 0
 
     def update(self, value: float | torch.Tensor, n: int = 1, *, so_far: float | None = None) -> None:
         """Add the mean of `n` samples; `so_far` is the value over all samples, if it is no mean of theirs."""
-        self._unread.append((value.detach() if isinstance(value, torch.Tensor) else value, n, so_far))
+        if isinstance(value, torch.Tensor):
+            # Of its graph, which would keep the activations of the step in memory until the value is read.
+            value = value.detach()
+        self._unread.append((value, n, so_far))
 
     def _read(self) -> None:
         for value, n, so_far in self._unread:
             number = float(value)
             self._window.append(number)
             self._count += n
-            self._total = self._total + number * n if so_far is None else so_far * self._count
+            if so_far is None:
+                self._total += number * n
+            else:
+                self._total = so_far * self._count
         self._unread.clear()
 
     def synchronize_between_processes(self) -> None:
@@ -109,7 +123,7 @@ class SmoothedValue:
 
     def __str__(self) -> str:
         names = ("median", "avg", "global_avg", "max", "value")
-        # Compute no others: a window may hold thousands of values.
+        # Only those that the format names: a window may hold thousands of values, whose median takes long.
         return self.fmt.format(**{name: getattr(self, name) for name in names if "{" + name in self.fmt})
 
 
@@ -141,13 +155,15 @@ class MetricLogger:
 
         `so_far` holds the values over all samples of those that are no means of samples.
         """
+        so_far = so_far or {}
         for name, value in values.items():
             if isinstance(value, float | int | torch.Tensor):
                 if name not in self.meters:
                     self.add_meter(name, SmoothedValue(fmt=self.formats.get(name)))
-                self.meters[name].update(value, n, so_far=(so_far or {}).get(name))
+                self.meters[name].update(value, n, so_far=so_far.get(name))
 
     def __getattr__(self, name: str) -> SmoothedValue:
+        # By `__dict__`: a copy or an unpickled logger asks before it has `meters`, and would ask for ever.
         if name in self.__dict__.get("meters", {}):
             return self.meters[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -166,7 +182,8 @@ class MetricLogger:
 
     def timed(self, iterable: Iterable) -> Iterator:
         """Yield from `iterable`, and count the time spent waiting for it."""
-        iterator, end = iter(iterable), object()
+        iterator = iter(iterable)
+        end = object()  # which no iterable yields
         while True:
             start = time.perf_counter()
             item = next(iterator, end)
@@ -191,22 +208,21 @@ class MetricLogger:
         width = len(str(num_items))
         iter_time, data_time = SmoothedValue(fmt="{avg:.4f}"), SmoothedValue(fmt="{avg:.4f}")
         begin = end = time.perf_counter()
+        # Not the time of `iterable` alone: train.py goes over steps here, and takes its batches from another `timed`.
         waited = self.wait_s
         for index, item in enumerate(self.timed(iterable), start):
+            # Known before the item is worked on, so that the loop reads the device only for a line.
             self.is_line_due = index % print_freq == 0 or index == num_items - 1
             yield item
             data_time.update(self.wait_s - waited)
             iter_time.update(time.perf_counter() - end)
             if self.is_line_due:
                 eta_s = iter_time.global_avg * (num_items - 1 - index)
-                fields = [
-                    label,
-                    f"[{index:{width}d}/{num_items}]",
-                    f"eta: {datetime.timedelta(seconds=int(eta_s))}",
-                    *([str(self)] if self.meters else []),
-                    f"time: {iter_time}",
-                    f"data: {data_time}",
-                ]
+                eta = datetime.timedelta(seconds=int(eta_s))
+                fields = [label, f"[{index:{width}d}/{num_items}]", f"eta: {eta}"]
+                if self.meters:
+                    fields.append(str(self))
+                fields += [f"time: {iter_time}", f"data: {data_time}"]
                 if torch.cuda.is_available():
                     fields.append(f"max mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}")
                 print(self.delimiter.join(fields))
@@ -232,6 +248,7 @@ def reduce_across_processes(value: Any) -> torch.Tensor:
     Collective: every rank must call it.
     """
     dtype = torch.float64 if torch.as_tensor(value).is_floating_point() else torch.int64
+    # A copy, because the sum is written into it.
     total = torch.as_tensor(value, dtype=dtype).detach().clone()
     if is_dist_avail_and_initialized():
         dist.barrier(collectives.world_group())
@@ -248,7 +265,9 @@ def init_distributed_mode(args: Any) -> None:
     args.device = getattr(args, "device", None) or collectives.find_accelerator() or "cpu"
     args.dist_url = getattr(args, "dist_url", "env://")
     launch = collectives.read_rank(getattr(args, "world_size", 1), args.dist_url)
-    args.rank, args.world_size, args.distributed = launch.rank, launch.world_size, launch.is_launched
+    args.rank = launch.rank
+    args.world_size = launch.world_size
+    args.distributed = launch.is_launched
     args.gpu = collectives.choose_gpu(launch, args.device)
     args.dist_backend = collectives.choose_backend(args.device)
     setup_for_distributed(args.rank == 0)
@@ -261,16 +280,16 @@ def mkdir(path: str | os.PathLike) -> None:
 
 
 def average_checkpoints(inputs: Iterable[str | Path]) -> dict[str, Any]:
-    """Return what `checkpointing.weights.average_checkpoints` does."""
-    from checkpointing import weights
+    """Return what `checkpointing.averaging.average_checkpoints` does."""
+    from checkpointing import averaging
 
-    return weights.average_checkpoints(inputs)
+    return averaging.average_checkpoints(inputs)
 
 
 def store_model_weights(
     model: nn.Module, checkpoint_path: str | Path, checkpoint_key: str = "model", strict: bool = True
 ) -> str:
-    """Do what `checkpointing.weights.store_model_weights` does."""
-    from checkpointing import weights
+    """Do what `checkpointing.averaging.store_model_weights` does."""
+    from checkpointing import averaging
 
-    return weights.store_model_weights(model, checkpoint_path, checkpoint_key, strict)
+    return averaging.store_model_weights(model, checkpoint_path, checkpoint_key, strict)

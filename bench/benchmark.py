@@ -38,19 +38,20 @@ import train
 import utils
 from bench import race
 from distributed import collectives
+from distributed.ending import leave_group
 from distributed.launch import read_launch
 from distributed.signals import silence_libraries
-from errors import UserError, aligned
+from errors import UserError
 from loading import decode
 from loading.forms import open_split
 from models import gradients, optim
-from models.build import autocast, build_model, build_scaler, move_to_device, set_up_device
-from models.ema import build_ema
+from models.build import autocast, build_ema, build_model, build_scaler, move_to_device, set_up_device
 from models.losses import build_criterion
 from run import BareRun
 from sampler import SampleKey, TrainSampler, VirtualShards
 from scripts.tool import as_path, as_place, build_parser, output_file, positive, run, write_report
-from settings import config
+from settings import config, machine
+from settings.tables import aligned
 
 PROG = "python -m bench.benchmark"
 
@@ -149,7 +150,7 @@ def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, 
             if len(images) != len(theirs):
                 raise UserError(f"{folder} has {len(images)} images in {split}, and --data-path has {len(theirs)}")
             ways[str(folder)] = partial(load_all, images.load, numbers, split)
-            if config.find_torchcodec():  # as in loader processes
+            if machine.find_torchcodec():  # as in loader processes
                 ways[f"{folder}, torchcodec"] = partial(load_all, images.load, numbers, split, is_fast=True)
         rates = interleave(ways, options.rounds, time.process_time)
         pairs = [(name, "torchvision") for name in list(ways)[1:]]
@@ -280,7 +281,7 @@ def benchmark_step(options: argparse.Namespace, argv: list[str]) -> dict[str, An
     is_alone = args.device == "cpu" and not args.distributed and not args.workers and torch.get_num_threads() == 1
     rates = interleave(ways, options.rounds, time.process_time if is_alone else time.perf_counter)
     figures = compare(f"a step, {'CPU' if is_alone else 'wall'} time", rates, *pairs)
-    collectives.shut_down()
+    leave_group()
     return figures
 
 

@@ -40,7 +40,7 @@ from files import make_folder, read_json
 from models.build import build_model
 from monitoring.monitor import read_records
 from scripts import tool
-from settings import config
+from settings import config, machine
 
 PROG = "python -m bench.gpu_report"
 LIMIT_S = 20 * 60
@@ -309,7 +309,7 @@ def main() -> None:
 
     def work() -> None:
         options = parser.parse_args()
-        options.device = config.find_device(options)
+        options.device = machine.find_device(options)
         write_report(options)
 
     tool.run(PROG, work, "interrupted; what was measured is in the --json file")

@@ -35,12 +35,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from checkpointing.guard import describe_environment, describe_processor
-from errors import UserError, counted, duration, in_one_line
+from errors import UserError, as_user_error, counted, duration
 from files import make_folder, read_bytes, read_json, write_atomically
 from scripts import tool
 from scripts.report import LoggedRun, group_seeds
 from settings.choices import CURVES
-from settings.config import slow_type
+from settings.machine import slow_type
 
 PROG = "python -m bench.ledger"
 BEGIN, END = "<!-- results: python -m bench.ledger -->\n", "<!-- end of results -->\n"
@@ -81,7 +81,7 @@ def describe_record(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     if "val" not in results:
         raise UserError(f"{folder} holds no evaluation in metrics.jsonl; a run without one is no record")
-    with in_one_line(f"{folder}/run.json is not as train.py writes it"):
+    with as_user_error(f"{folder}/run.json is not as train.py writes it"):
         return {
             "date": time.strftime("%Y-%m-%d", time.gmtime(run["started"])),
             "command": [without_paths(word) for word in run["command"]],
@@ -101,7 +101,7 @@ def describe_log(path: Path, text: str) -> dict[str, Any]:
         raise UserError(f"{path}: expected `$ COMMAND` in its first line, and a line `Test: Acc@1 ...`")
     command = without_paths(text[2:].splitlines()[0])
     seed, took = _SEED.search(command), re.search(r"^Training time (\d+):(\d+):(\d+)", text, flags=re.M)
-    with in_one_line(f"{path}: its command or its last result cannot be read"):
+    with as_user_error(f"{path}: its command or its last result cannot be read"):
         results = {name: float(value) for name, value in found[-1].groupdict().items() if value}
         hours = sum(int(part) / unit for part, unit in zip(took.groups(), (1, 60, 3600), strict=True)) if took else None
         return {
@@ -134,7 +134,7 @@ def add_record(path: Path, claim: str, records: Path) -> Path:
         raise UserError(f"{path}: files had changed since the commit; commit them, and run it again")
     out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
     out = out.with_name(f"{out.name}-fold{content['fold']}") if content.get("fold") else out
-    with in_one_line(f"{path} or {out / 'record.json'} cannot be read"):
+    with as_user_error(f"{path} or {out / 'record.json'} cannot be read"):
         # record.json comes last: a folder without it is no record.
         files |= {"log.txt": without_paths(log).encode(), "record.json": tool.as_json({"claim": claim, **content})}
         held, of = read_json(out / "record.json"), (claim, kind_of(content))
@@ -219,7 +219,7 @@ def first_steps(folder: Path, least: int) -> tuple[dict, int]:
     record, losses = read_json(folder / "record.json"), losses_of(folder)
     if not record or not losses or math.isnan(first_loss(LoggedRun(folder).read("log.txt"))):
         raise UserError("no record of a training run of train.py; an evaluation is repeated by its command")
-    with in_one_line("record.json is not as bench.ledger writes it"):
+    with as_user_error("record.json is not as bench.ledger writes it"):
         row([record | {"folder": folder}])
         # An error where one of these is no number.
         sum((record["environment"]["threads"], record.get("tolerance") or 0, record.get("tolerance_steps", 0)))
@@ -319,7 +319,7 @@ def read_groups(paths: Iterable[Path]) -> list[list[dict]]:
     groups: dict[tuple[str, str], list[dict]] = {}
     for path in sorted(paths, key=lambda path: path.parent.name):
         content = read_json(path) | {"folder": path.parent}
-        with in_one_line(f"records/{path.parent.name}/record.json cannot be a row of the tables"):
+        with as_user_error(f"records/{path.parent.name}/record.json cannot be a row of the tables"):
             row([content])
             content["same"] = _SEED.sub(r"\1", " ".join(content["command"]))
             claims.setdefault(content["claim"], []).append(content)

@@ -25,8 +25,9 @@ from torchvision import transforms
 import data
 import presets
 from distributed.signals import end_with_parent
-from errors import UserError, in_one_line
+from errors import UserError, as_user_error
 from loading import decode
+from loading.subset import Subset
 from randomness import Draws
 from settings import config
 
@@ -242,7 +243,7 @@ class Racer:
         """Take a turn; return what the loader says: of a pass, the number of images. UserError if it failed."""
         os.killpg(self.group, signal.SIGCONT)
         self.pipe.send(True)
-        with in_one_line(f"--against {self.name} failed"):
+        with as_user_error(f"--against {self.name} failed"):
             if isinstance(found := self.pipe.recv(), Exception):
                 raise found
         os.killpg(self.group, signal.SIGSTOP)
@@ -275,7 +276,7 @@ def start(options: Namespace, argv: list[str], stack: ExitStack) -> list[Racer]:
     num_images = min(options.images, len(jpegs)) // args.batch_size * args.batch_size
     if not num_images or not os.path.isfile(source.path(0)):
         raise UserError(f"{options.data_path}/train: expected class folders with {args.batch_size} JPEGs at least")
-    source = data.Subset(source, jpegs[:: len(jpegs) // num_images][:num_images])
+    source = Subset(source, jpegs[:: len(jpegs) // num_images][:num_images])
     source.label = int  # a label is an image's number
     paths, folder = [source.path(n) for n in range(num_images)], stack.enter_context(TemporaryDirectory())
     job = Namespace(args=args, source=source, paths=paths, folder=folder)

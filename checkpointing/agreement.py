@@ -19,7 +19,7 @@ from settings.options import AS_TYPED, BY_NAME, OWN, parse_allowed
 _OF_MACHINE = ("cpu", "gpu", "processor", "python")
 
 # How many differences a line names.
-_MOST = 12
+_MOST_NAMED = 12
 
 
 def check_processes(args: Any) -> None:
@@ -35,14 +35,19 @@ def check_processes(args: Any) -> None:
     machine = {name: versions.pop(name) for name in ("threads", *_OF_MACHINE) if name in versions}
     machine["threads"] = [f"{found['threads']} threads (OMP_NUM_THREADS)", ""]
     ranks = collectives.gather_plain([{**_describe_options(args), **versions}, machine])
-    same = [rank[0] for rank in ranks]
+    must_agree = [rank[0] for rank in ranks]
     if args.use_deterministic_algorithms and "threads" not in parse_allowed(args.allow_change):
-        same = [{**rank[0], "threads": rank[1]["threads"]} for rank in ranks]
-    if differences := _differing(same, "differs from"):
+        # Another number of threads is another order of sums, and with it other bits.
+        must_agree = [{**rank[0], "threads": rank[1]["threads"]} for rank in ranks]
+    differences = _differing(must_agree, "differs from")
+    if differences:
         raise UserError(f"{differences}; start each with the same command, code and versions", has_lines=True)
-    if differences := _differing([rank[1] for rank in ranks], "computes otherwise than"):
-        consequence = "; bit-identical results are not guaranteed" if args.use_deterministic_algorithms else ""
-        print(differences + consequence)
+    differences = _differing([rank[1] for rank in ranks], "computes otherwise than")
+    if differences:
+        # A cluster of two kinds of machines can train; what it cannot promise is said.
+        if args.use_deterministic_algorithms:
+            differences += "; bit-identical results are not guaranteed"
+        print(differences)
 
 
 def check_images(datasets: tuple) -> tuple:
@@ -61,14 +66,19 @@ def check_images(datasets: tuple) -> tuple:
         if dataset is not None:
             facts = describe_set(dataset)
             facts["classes"] = hashlib.sha256(json.dumps(list(dataset.classes)).encode()).hexdigest()[:16]
-            del facts["path"], facts["times"]  # each machine has its own
+            del facts["path"], facts["times"]  # each machine may have a copy of its own
             whole = getattr(dataset.index, "whole", dataset.index)  # of a part of the images: its source
+            # One by one, so that the message can name a file that differs.
             for text in (facts.pop("sample") or "").split():
                 number, _, size = text.partition(":")
                 facts[f"bytes of {whole.name(int(number))}"] = size
             ours |= {f"data of {name}: {key}": [f"data of {name}: {key} {facts[key]}", ""] for key in facts}
     ranks, verb = collectives.gather_plain(ours), "reads different images than"
-    if differences := _differing([{"sets": rank["sets"]} for rank in ranks], verb) or _differing(ranks, verb):
+    # A set that is missing comes first: all of its facts differ too, and would hide its name.
+    differences = _differing([{"sets": rank["sets"]} for rank in ranks], verb)
+    if not differences:
+        differences = _differing(ranks, verb)
+    if differences:
         raise UserError(f"{differences}; give every process the same images", has_lines=True)
     return datasets
 
@@ -81,11 +91,13 @@ def check_weights(module: Any) -> Any:
     if collectives.get_world_size() == 1 or not isinstance(module, nn.Module):
         return module
     ours = {}
+    # A checksum of each: all weights from each rank would be gigabytes at rank 0.
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         whole = torch.atleast_1d(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8)
         text = f"{type(module).__name__}.{name} {zlib.crc32(whole.numpy()):08x}"
         ours[name] = [text, ""]
-    if differences := _differing(collectives.gather_plain(ours), "starts from other weights than"):
+    differences = _differing(collectives.gather_plain(ours), "starts from other weights than")
+    if differences:
         advice = "give all the same --weights, draw from torch, numpy and random alone, or use processors of one kind"
         raise UserError(f"{differences}; {advice}")
     return module
@@ -95,27 +107,36 @@ def _describe_options(args: Any) -> dict[str, list[str]]:
     """Return each option that ranks must share as it is typed, and where it is from; and hashes of own code."""
     ours = {"--device": [f"--device {torch.device(args.device).type}", ""]}
     for name, option in BY_NAME.items():
-        if option.ranks != OWN:
-            origin = "from the recipe" if name in args.given else "by default"
-            origin = "from the command line" if name in args.typed else origin
-            is_rank_0s = option.ranks == AS_TYPED and name not in args.typed
-            ours[option.flag] = [option.flag if is_rank_0s else _typed(option.flag, getattr(args, name)), origin]
+        if option.ranks == OWN:
+            continue
+        # Compared too: a given value holds against a checkpoint's or a model's own, to which an equal default yields.
+        origin = "by default"
+        if name in args.typed:
+            origin = "from the command line"
+        elif name in args.given:
+            origin = "from the recipe"
+        shown = option.flag
+        if option.ranks != AS_TYPED or name in args.typed:  # else rank 0's value will hold for all
+            shown = _typed(option.flag, getattr(args, name))
+        ours[option.flag] = [shown, origin]
     ours["reference"] = [f"reference-global-batch {args.reference_global_batch}", ""]
     for text in args.code.split(", ") if args.code else ():
         name, _, digest = text.rpartition(" ")
         option, _, module = name.partition(" ")
-        whose = f"{f'the module {module}' if module else 'the file'} of {BY_NAME[option].flag}"
+        what = f"the module {module}" if module else "the file"
+        whose = f"{what} of {BY_NAME[option].flag}"
         ours.setdefault(whose, [whose, ""])[0] += f" {digest}"  # --metrics may name several
     return ours
 
 
 def _typed(flag: str, value: Any) -> str:
     """Return an option as a user types it."""
-    if value is None or value == "":
+    if value in (None, ""):
         return f"no {flag}"
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"
-    return shlex.join([flag, *map(str, value if isinstance(value, list) else [value])])
+    values = value if isinstance(value, list) else [value]
+    return shlex.join([flag, *map(str, values)])
 
 
 def _differing(ranks: Sequence[Mapping[str, list[str]]], verb: str) -> str:
@@ -129,12 +150,17 @@ def _differing(ranks: Sequence[Mapping[str, list[str]]], verb: str) -> str:
     others = [rank for rank, each in enumerate(ranks) if each != first]
     if not others:
         return ""
-    theirs = ranks[others[0]]
+    # One rank is enough: a node with another command has eight that differ alike.
+    other = ranks[others[0]]
     texts = []
-    for name in {**first, **theirs}:
-        one, other = (each.get(name, ["none", ""]) for each in (theirs, first))
-        if one != other:
-            words = [text if one[0] != other[0] else f"{text} {origin}" for text, origin in (one, other)]
-            texts.append("{} (rank 0: {})".format(*words))
-    more = f", and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
-    return f"rank {others[0]} {verb} rank 0: {', '.join(texts[:_MOST])}{more}"
+    for name in {**first, **other}:
+        text, origin = other.get(name, ["none", ""])
+        expected, expected_origin = first.get(name, ["none", ""])
+        if text != expected:
+            texts.append(f"{text} (rank 0: {expected})")
+        elif origin != expected_origin:
+            texts.append(f"{text} {origin} (rank 0: {expected} {expected_origin})")
+    line = f"rank {others[0]} {verb} rank 0: {', '.join(texts[:_MOST_NAMED])}"
+    if len(texts) > _MOST_NAMED:
+        line += f", and {len(texts) - _MOST_NAMED} more"
+    return line

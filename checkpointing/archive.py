@@ -3,7 +3,6 @@
 import argparse
 import io
 import os
-import re
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,11 +13,6 @@ import torch
 from checkpointing.schema import MOST_PICKLE_BYTES, check_schema, unfold
 from errors import StorageError, UserError
 from files import memory_bytes, open_to_read, read_at, retry_read
-
-# Beginnings of files that are often taken for weights, and what they are.
-_BEGINNINGS = {rb"\s*<": "a web page", rb"version https://git-lfs": "a Git LFS pointer; fetch the file by git lfs pull",
-               rb".{8}\{": "safetensors; name it so", rb"\x89HDF": "HDF5", rb"\x08.\x12": "ONNX",
-               rb"\x1f\x8b": "gzip; unpack it", rb"\x80[\3-\5]": "a pickle not of torch.save"}  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -40,13 +34,18 @@ def read_checkpoint(path: Path, name: str) -> Found:
     def read() -> bytes:
         with open_to_read(path) as file:
             check_size(file, name)
-            end = read_at(file, max(os.fstat(file.fileno()).st_size - 22, 0), 22)  # a zip archive's last record
-            if not end.startswith(b"PK\5\6"):
-                begin, what = read_at(file, 0, 24), "it lacks the end of a torch.save archive"
-                if not begin.startswith(b"PK"):
-                    what += f"; {first_bytes(begin)}"
-                raise UserError(f"{name} is damaged or no checkpoint ({what})")
-            return file.read()
+            # A zip archive ends in a record of 22 bytes: without it the gigabytes of a cut or foreign file stay unread.
+            size = os.fstat(file.fileno()).st_size
+            end = read_at(file, max(size - 22, 0), 22)
+            if end.startswith(b"PK\5\6"):
+                return file.read()
+            reason = "it lacks the end of a torch.save archive"
+            begin = read_at(file, 0, 24)
+            if not begin.startswith(b"PK"):
+                from checkpointing.damaged import first_bytes
+
+                reason += f"; {first_bytes(begin)}"
+            raise UserError(f"{name} is damaged or no checkpoint ({reason})")
 
     try:
         payload = retry_read(read, path)
@@ -67,9 +66,11 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
         MemoryError: it is larger than the free memory.
     """
     stream = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
+    allowed = nullcontext()
     # A script may have allowed the class for itself; leaving the context would forbid it again.
-    is_new = takes_namespace and argparse.Namespace not in torch.serialization.get_safe_globals()
-    with stream, torch.serialization.safe_globals([argparse.Namespace]) if is_new else nullcontext():
+    if takes_namespace and argparse.Namespace not in torch.serialization.get_safe_globals():
+        allowed = torch.serialization.safe_globals([argparse.Namespace])
+    with stream, allowed:
         try:
             check_size(stream, name)
             begin = stream.read(24)
@@ -77,26 +78,25 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
             if begin.startswith(b"PK\3\4"):
                 check_archive(stream, name)
             elif begin[:2] != b"\x80\2":
+                from checkpointing.damaged import first_bytes
+
                 raise ValueError(f"not a torch.save archive; {first_bytes(begin)}")
             stream.seek(0)
+            # Said explicitly, since TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD overrides only what a call leaves open.
             content = torch.load(stream, map_location="cpu", weights_only=True)
         except (UserError, MemoryError):
             raise
         except Exception as error:  # bad bytes raise anything from EOFError to AssertionError
             if "allocate" in str(error):
                 raise MemoryError(f"{name} does not fit into memory") from error
-            raise UserError(_explain(name, error)) from error
+            from checkpointing.damaged import explain
+
+            raise UserError(explain(name, error)) from error
     if not isinstance(content, dict):
         raise UserError(f"{name} holds a {type(content).__name__}, not a checkpoint")
     for _ in unfold(content, name):
         pass
     return content
-
-
-def first_bytes(begin: bytes) -> str:
-    """Say what the first bytes of a file are, and which kind of file has such."""
-    kinds = [f": {kind}" for pattern, kind in _BEGINNINGS.items() if re.match(pattern, begin, re.DOTALL)]
-    return f"it begins with {begin[:8]!r}{''.join(kinds[:1])}" if begin else "it is empty"
 
 
 def check_size(file: Any, name: str) -> None:
@@ -121,13 +121,14 @@ def check_archive(file: Any, name: str) -> None:
         records = archive.infolist()
         if not any(each.filename.endswith(("/data.pkl", "/version")) for each in records):  # one may be damaged
             raise UserError(f"{name} is a zip archive of {', '.join(archive.namelist()[:2])}; unpack it")
-        # Torch's reader is blind to case.
+        # Torch's reader is blind to case: of two such names Python would check one and torch load the other.
         names = {record.filename.lower() for record in records}
         roots = {record.filename.split("/")[0] for record in records}
         # Headers, and room that torch.save may leave free so that records begin at whole pages.
         gaps = size - sum(record.compress_size for record in records)
+        is_plain = 0 < gaps <= 8192 * (len(records) + 1) and len(names) == len(records) and len(roots) == 1
         is_stored = all(record.compress_type == 0 and record.compress_size == record.file_size for record in records)
-        if not is_stored or len(names) < len(records) or len(roots) != 1 or not 0 < gaps <= 8192 * (len(records) + 1):
+        if not (is_plain and is_stored):
             raise UserError(f"{name} is damaged or no checkpoint (its records are not laid out as by torch.save)")
         if any(each.filename.endswith("/data.pkl") and each.file_size > MOST_PICKLE_BYTES for each in records):
             raise UserError(f"{name} is no checkpoint: its pickle is larger than {MOST_PICKLE_BYTES >> 20} MiB")
@@ -140,23 +141,7 @@ def find_bad_record(archive: zipfile.ZipFile) -> str | None:
     """Return the name of the first damaged record of an archive; None if all are good."""
     # One flipped bit of the index turns a record into a folder. Python still reads the record and finds it good;
     # torch reads nothing and returns uninitialised memory.
-    folders = (record.filename for record in archive.infolist() if record.external_attr & 0x10)
-    return next(folders, None) or archive.testzip()
-
-
-def _explain(name: str, error: Exception) -> str:
-    """Say in one line why a file could not be loaded."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if found and found[1] == "argparse.Namespace":
-        return (
-            f"{name} is a checkpoint of another script, such as torchvision's: it holds an argparse.Namespace; to "
-            "start from its weights, pass it to --weights"
-        )
-    if found and found[1].startswith("numpy."):
-        return (
-            f"{name} contains numpy objects ({found[1]}), which need code to load; save float(x) or x.tolist() instead"
-        )
-    if found:
-        return f"{name} contains code ({found[1]}) and was refused; nothing in it was run; give a plain state_dict()"
-    reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
-    return f"{name} is damaged or no checkpoint ({reason[:160]}; nothing in it was run)"
+    for record in archive.infolist():
+        if record.external_attr & 0x10:
+            return record.filename
+    return archive.testzip()

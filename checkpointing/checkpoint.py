@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from checkpointing.schema import FORMAT
-from errors import UserError, counted, duration, in_one_line
+from errors import UserError, as_user_error, counted, duration
 from settings.choices import CURVES
 
 # Names of the best checkpoints, by the evaluation that they are best in: of the raw weights, or of their average.
@@ -56,10 +56,14 @@ class RunState:
         self.is_evaluated = True
         sign = -1 if CURVES[metric].is_lower_better else 1
         for kind in BEST_NAMES.keys() & results.keys():
-            name, value = f"{kind}/{metric}", float(results[kind][metric])
+            name = f"{kind}/{metric}"
+            # Of a numpy number or a tensor the checkpoint could not be loaded without code.
+            value = float(results[kind][metric])
             loss = float(results[kind].get("loss", math.inf))
-            loss = math.inf if math.isnan(loss) else loss
+            if math.isnan(loss):  # which is neither lower nor higher than any
+                loss = math.inf
             best = self.bests[BEST_NAMES[kind]]
+            # Another --best-metric makes another record: the values cannot be compared.
             is_first = best is None or best["metric"] != name or not math.isfinite(best["value"])
             if is_first or (sign * value, -loss) > (sign * best["value"], -best["loss"]):
                 self.bests[BEST_NAMES[kind]] = {"metric": name, "value": value, "loss": loss, "step": self.step}
@@ -92,6 +96,7 @@ class RunState:
         return {
             "format": FORMAT,
             **{name: part.state_dict() for name, part in self.parts.items()},
+            # As torchvision's scripts mean it: the last epoch that is complete, after which a resume begins the next.
             "epoch": self.epoch if is_complete else self.epoch - 1,
             "step": self.step,
             "position": {"epoch": self.epoch, "steps": self.steps, "is_evaluated": self.is_evaluated},
@@ -107,10 +112,11 @@ class RunState:
         """
         for name, part in self.parts.items():
             if name in state:
-                with in_one_line(f"the checkpoint's {name} does not fit this run's"):
+                with as_user_error(f"the checkpoint's {name} does not fit this run's"):
                     part.load_state_dict(state[name])
             else:
                 print(f"the checkpoint has no {name}, which starts from its initial state")
+                # An average that begins now must not begin at the random weights of the first step.
                 if name == "model_ema":
                     part.restart(self.parts["model"])
         for name in {"model_ema", "scaler"} & state.keys() - self.parts.keys():
@@ -134,5 +140,6 @@ class RunState:
 
 def copy_to_host(state: dict) -> dict:
     """Return a copy of a state whose tensors are in host memory."""
+    # deepcopy takes these as done, and copies no tensor on the device first.
     copies = {id(value): value.to("cpu", copy=True) for value in tree_iter(state) if torch.is_tensor(value)}
     return copy.deepcopy(state, copies)

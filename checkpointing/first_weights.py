@@ -8,7 +8,7 @@ import torchvision
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from checkpointing.guard import check_classes
+from checkpointing.class_order import check_classes
 from checkpointing.preprocessing import choose_preprocessing, preprocessing_line, text_of, usable_preprocessing
 from checkpointing.published import (
     describe_published,
@@ -19,8 +19,9 @@ from checkpointing.published import (
 )
 from checkpointing.weights import BARE, HUB, Weights, fetch_from_hub, load_weights
 from distributed.watch import watchdog
-from errors import UserError, find_timm_config, require_timm
+from errors import UserError
 from settings.options import BY_NAME, NEEDED, STATISTICS, fit_statistics, is_same_model, split_custom
+from settings.packages import find_timm_config, require_timm
 
 
 def start_weights(args: Any, val: Dataset) -> dict[str, Tensor]:
@@ -29,15 +30,17 @@ def start_weights(args: Any, val: Dataset) -> dict[str, Tensor]:
     Raises:
         UserError: it names no weights, or weights that cannot be evaluated on the classes of the validation set `val`.
     """
-    watchdog.beat("reading the first weights")
+    watchdog.note_progress("reading the first weights")
     if not is_stored(args.weights):
         return fetch_published(resolve_weights(args), f"--weights {args.weights}")
     weights = read_weights(args.weights, is_average=args.ema)
+    # An evaluation has read them for their options before; they need not stay in memory beside the model.
     read_weights.cache_clear()
     print(f"--weights {args.weights}: {weights.kind}")
     known = {**usable_preprocessing(weights.options), "model_kwargs": weights.options.get("model_kwargs")}
     known |= {name: fit_statistics(known[name], args.in_chans) for name in STATISTICS if name in known}
     for name in (*STATISTICS, "model_kwargs"):
+        # A line and no refusal: fine-tuning at another size or with other statistics may be meant.
         if known.get(name) and known[name] != getattr(args, name) and name not in args.given:
             another = f"another {BY_NAME[name].flag}: {text_of(known[name])}"
             print(f"--weights {args.weights} was trained with {another}; give it to keep it")
@@ -53,9 +56,11 @@ def is_stored(name: str) -> bool:
 @cache
 def read_weights(name: str, *, is_average: bool) -> Weights:
     """Return the state dict of a file of `--weights`; it stays in memory until `cache_clear`."""
-    path = fetch_from_hub(name) if name.startswith(HUB) else Path(name)
-    weights = load_weights(path, is_average=is_average, name=f"--weights {name}")
-    weights.file = name if name.startswith(HUB) else weights.file
+    if not name.startswith(HUB):
+        return load_weights(Path(name), is_average=is_average, name=f"--weights {name}")
+    weights = load_weights(fetch_from_hub(name), is_average=is_average, name=f"--weights {name}")
+    # All files there are called alike: the repository tells which weights they are.
+    weights.file = name
     return weights
 
 
@@ -70,11 +75,16 @@ def choose_published_options(args: Any) -> tuple[Any, list[str]]:
         UserError: `--weights` names neither a file nor published weights of the model, or nothing is known of the
             preprocessing of a model to evaluate.
     """
-    is_timms, source = args.model.startswith("timm/"), f"--weights {args.weights}"
-    is_known = is_timms or args.model in torchvision.models.list_models(module=torchvision.models)
-    if (args.test_only and args.resume) or not (is_known or split_custom(args.model)):  # for `models.check_model`
+    if args.test_only and args.resume:
         return args, []
-    published = resolve_weights(args) if args.weights and not is_stored(args.weights) else None
+    is_timms = args.model.startswith("timm/")
+    is_torchvisions = args.model in torchvision.models.list_models(module=torchvision.models)
+    if not (is_timms or is_torchvisions or split_custom(args.model)):
+        return args, []  # `models.check_model` refuses it, and knows the names that are alike
+    source = f"--weights {args.weights}"
+    published = None
+    if args.weights and not is_stored(args.weights):
+        published = resolve_weights(args)
     if args.test_only and published:
         args, origin = choose_preprocessing(args, source, *describe_published(published))
     elif args.test_only:
@@ -97,14 +107,17 @@ def _with_model_options(args: Any, weights: Weights, source: str) -> Any:
 
     Models of other names, or with another activation, may have weights of the same names and shapes.
     """
-    theirs = weights.options.get("model")
-    pair = theirs or args.model, args.model
-    names = [name.partition(".")[0] if name.startswith("timm/") else name for name in pair]  # without their tags
-    if not is_same_model(*names):
-        raise UserError(f"{source} is of {theirs}, and --model is {args.model}; give --model {theirs}")
+    saved = weights.options.get("model")
+    if saved and not is_same_model(_without_tag(saved), _without_tag(args.model)):
+        raise UserError(f"{source} is of {saved}, and --model is {args.model}; give --model {saved}")
     known = {name: weights.options.get(name) for name in ("in_chans", "model_kwargs", "multi_label", "bce_loss")}
     known = {name: value for name, value in known.items() if value and BY_NAME[name].is_value(value)}
     return args.replaced(**{name: value for name, value in known.items() if name not in args.given})
+
+
+def _without_tag(model: str) -> str:
+    """Return a model's name without the tag of timm's that names its weights: timm/NAME.TAG."""
+    return model.partition(".")[0] if model.startswith("timm/") else model
 
 
 def add_published_options(weights: Weights, model: str) -> None:
@@ -115,13 +128,15 @@ def add_published_options(weights: Weights, model: str) -> None:
     is_timms = model.startswith("timm/")
     if weights.script == "timm" and is_timms:
         own = usable_preprocessing(weights.options)
-        if not {*NEEDED} <= own.keys():  # else they are ours, of a converted checkpoint
-            own = {}
-        weights.options |= {**options_of_timm(model, weights.options), **own}
+        weights.options |= options_of_timm(model, weights.options)
+        # Complete ones are ours, of a checkpoint that was converted.
+        if {*NEEDED} <= own.keys():
+            weights.options |= own
     elif weights.kind == BARE and is_timms:
         name = model.removeprefix("timm/").partition(".")[0]
         for tagged in require_timm("--model", model).list_pretrained(f"{name}.*"):
             config = find_timm_config(f"timm/{tagged}")
+            # A bare state dict says nothing of its images: only the name under which it is published does.
             if weights.file in (Path(config.url or "").name, f"{HUB}{config.hf_hub_id}"):
                 options, weights.origin = published_preprocessing(f"timm/{tagged}")
                 weights.options |= options

@@ -1,4 +1,4 @@
-"""The output folder of a run: its files, its lock, the search for a checkpoint, its claim, and atomic saves."""
+"""The output folder of a run: its files, its lock, the search for a checkpoint, its take-over, and atomic saves."""
 
 import errno
 import filecmp
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from checkpointing.archive import Found, find_bad_record, read_checkpoint
 from checkpointing.checkpoint import BEST_NAMES, RunState
 from distributed.launch import read_launch
-from distributed.signals import at_end
+from distributed.lending import at_end
 from distributed.watch import watchdog
 from errors import StorageError, UserError, counted
 from files import explain_failure, lock_file, make_folder, read_bytes, retry_read, sync_folder, write_atomically
@@ -45,6 +45,9 @@ LEFTOVERS = re.compile(r".*\.tmp\.\d+|\.node-\d+-[0-9a-f]+")
 
 BEST_FILES = [f"{name}.pth" for name in dict.fromkeys(BEST_NAMES.values())]
 
+# Second names of numbered files.
+LINKED_FILES = ["checkpoint.pth", *BEST_FILES]
+
 # Seconds to wait for the run that holds a folder: it may have lost its launcher, or be saving before it ends.
 LOCK_WAIT_S = 60.0
 
@@ -66,13 +69,13 @@ class CheckpointFolder:
         folder: the folder.
         keep_last: how many numbered files to keep, at least 2, so that the one that a run was resumed from stays until
             two newer ones are there.
-        say: prints a line.
+        print_line: prints a line.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int = 3, say: Callable[[str], None] = print) -> None:
-        self.folder, self.keep_last, self.say = folder, keep_last, say
+    def __init__(self, folder: Path, *, keep_last: int = 3, print_line: Callable[[str], None] = print) -> None:
+        self.folder, self.keep_last, self.print_line = folder, keep_last, print_line
         self._damaged = []  # (path, reason) of each file that `read` passed over
-        self._unlinked = {}  # {second name that is still to be given: its file}
+        self._links_due = {}  # {second name that is still to be given: its file}
 
     def path_of(self, step: int) -> Path:
         """Return the numbered file of a step."""
@@ -82,6 +85,10 @@ class CheckpointFolder:
 
     def acquire(self) -> None:
         """Create the folder and lock it against other runs until the run ends; print a line if it has no locks.
+
+        Two writers in one folder are the way to lose a checkpoint: a run whose torchrun was killed may train on, and a
+        scheduler has started the same command elsewhere. One lock of the folder, held from before the search for a
+        checkpoint to the end, is all that need be right; no file in it has a lock of its own.
 
         Nothing else may open `.lock`, and nothing deletes it: one process could lock a deleted file while another
         creates a new one.
@@ -109,11 +116,13 @@ class CheckpointFolder:
                 print(f"{self.folder}: this file system has no locks; make sure that no other run writes to it")
                 return
         at_end(os.close, descriptor)
+        holder = f"host {socket.gethostname()}, pid {os.getpid()}, "
         job = read_launch().job
-        me = f"host {socket.gethostname()}, pid {os.getpid()}, {f'Slurm job {job}, ' if job else ''}"
+        if job:
+            holder += f"Slurm job {job}, "
         with suppress(OSError):  # on a full disk the lock holds without a name
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{me}started {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
+            os.pwrite(descriptor, f"{holder}started {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
 
     def read(self, resume: str) -> Found | None:
         """Return the checkpoint that `--resume` means, verified, or None for a fresh start.
@@ -123,8 +132,10 @@ class CheckpointFolder:
             UserError: `auto` found damaged ones only.
             StorageError: the disk does not answer.
         """
-        if resume in ("", "auto"):
-            return self._read_newest() if resume else None
+        if resume == "":
+            return None
+        if resume == "auto":
+            return self._read_newest()
         try:
             return read_checkpoint(Path(resume), resume)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -133,36 +144,40 @@ class CheckpointFolder:
             ) from error
 
     def _read_newest(self) -> Found | None:
+        """Return the newest checkpoint that verifies.
+
+        Not the newest by name: a disk may lose or flip bytes of a file long after it was read back.
+        """
         self._damaged = []
         # The linked names last, in case the numbered files are gone.
-        for path in [*numbered(self.folder), *(self.folder / name for name in ("checkpoint.pth", *BEST_FILES))]:
+        for path in [*numbered(self.folder), *(self.folder / name for name in LINKED_FILES)]:
             try:
                 return read_checkpoint(path, str(path))
             except StorageError:
+                # A disk that does not answer now says nothing about the file: an older one would cost good steps.
                 raise
-            except (UserError, IsADirectoryError) as error:
-                why = str(error) if isinstance(error, UserError) else f"{path} is not a file"
-                self._damaged.append((path, why))
+            except UserError as error:
+                self._damaged.append((path, str(error)))
+            except IsADirectoryError:
+                self._damaged.append((path, f"{path} is not a file"))
             except FileNotFoundError:  # or a link to nothing
                 continue
         unusable = own_files(self.folder, STATE_FILES)
         if unusable:
-            reasons = [why for _, why in self._damaged[:3]]
-            if len(self._damaged) > 3:
-                reasons.append("more")
-            raise UserError(
-                f"{counted(len(unusable), 'checkpoint')} in {self.folder}, none usable: "
-                f"{'; '.join(reasons) or 'all set aside'}. Not starting over: to do so, give --overwrite",
-                exit_code=4,
-            )
+            from checkpointing.damaged import none_usable
+
+            raise none_usable(self.folder, len(unusable), [reason for _, reason in self._damaged])
         return None
 
     def report_damaged(self, found: Found) -> None:
         """Name each damaged file and the checkpoint that is used in its place."""
-        for path, why in self._damaged:
-            lost = step_in(path) - found.state["step"] if NUMBERED.fullmatch(path.name) else 0
-            earlier = f", {counted(lost, 'step')} earlier" if lost > 0 else ""
-            self.say(f"checkpoint {why}; resuming from {found.path.name}{earlier}")
+        for path, reason in self._damaged:
+            line = f"checkpoint {reason}; resuming from {found.path.name}"
+            if NUMBERED.fullmatch(path.name):
+                lost = step_in_name(path) - found.state["step"]
+                if lost > 0:
+                    line += f", {counted(lost, 'step')} earlier"
+            self.print_line(line)
 
     def check(self, resume: str, *, overwrite: bool) -> None:
         """Raise UserError unless the options say whether to resume or to remove a run in the folder."""
@@ -177,62 +192,78 @@ class CheckpointFolder:
 
     def _is_elsewhere(self, resume: str) -> bool:
         """Tell whether `--resume` names a file outside this folder."""
-        real = os.path.realpath  # which a circle of links does not disturb
-        return resume not in ("", "auto") and os.path.dirname(real(resume)) != real(self.folder)
+        if resume in ("", "auto"):
+            return False
+        # Not Path.resolve, which a circle of links disturbs.
+        return os.path.dirname(os.path.realpath(resume)) != os.path.realpath(self.folder)
 
     def _holds_other_run(self, resume: str) -> bool:
-        """Tell whether the folder holds checkpoints other than copies of those that `--resume` names elsewhere."""
-        origins = [Path(resume), *(Path(resume).with_name(name) for name in BEST_FILES)] if resume else []
-        origins = [path for path in origins if path.is_file()]
-        return not all(
-            path.is_file() and any(filecmp.cmp(path, origin, shallow=False) for origin in origins)
-            for path in own_files(self.folder, STATE_FILES)
-        )
+        """Tell whether the folder holds checkpoints other than copies of those that `--resume` names elsewhere.
 
-    def claim(self, resume: str, found: Found | None, run: RunState) -> None:
+        Such copies are what a start from elsewhere leaves if it is killed before its first save: the command may be
+        given again.
+        """
+        origins = []
+        if resume:
+            named = [Path(resume), *(Path(resume).with_name(name) for name in BEST_FILES)]
+            origins = [path for path in named if path.is_file()]
+        for path in own_files(self.folder, STATE_FILES):
+            if not (path.is_file() and any(filecmp.cmp(path, origin, shallow=False) for origin in origins)):
+                return True
+        return False
+
+    def take_over(self, resume: str, found: Found | None, run: RunState) -> None:
         """Make the folder that of a run, new or restored from `found`; `check` comes first, and nothing can fail after.
+
+        A kill between any two of these changes leaves a folder from which the same command goes on.
 
         Raises:
             UserError: the folder cannot be written.
         """
         with explained(self.folder):
             for path in own_files(self.folder, LEFTOVERS):
-                with suppress(IsADirectoryError):
+                with suppress(IsADirectoryError):  # a user's own
                     path.unlink(missing_ok=True)
             if found is None or self._is_elsewhere(resume):
                 self._erase()
             if found is None:
                 return
+            # Renamed and not deleted: what a disk has done to them may tell what is wrong with it.
             for path, _ in self._damaged:
-                self._move_aside(path, suffix=".corrupt")
+                self._set_aside(path, suffix=".corrupt")
+            # After a resume from an older file these would be the newest, and the next `auto` would take one of them.
             for path in numbered(self.folder):
-                if step_in(path) > run.step:
-                    self._move_aside(path, prefix="superseded-")
+                if step_in_name(path) > run.step:
+                    self._set_aside(path, prefix="superseded-")
             path = self.path_of(run.step)
             if not path.exists():
                 _write(path, found.payload)
             self._link(path, "checkpoint.pth")
             for name in run.bests:
-                self._claim_best(name, run, resume)
+                self._restore_best(name, run, resume)
             self._delete_old()  # a kill may have kept the last save from it
 
     def _erase(self) -> None:
         """Remove a run's files, and no others; checkpoints first, newest first: a kill leaves none to resume."""
-        linked = [self.folder / name for name in ("checkpoint.pth", *BEST_FILES)]
+        linked = [self.folder / name for name in LINKED_FILES]
         for path in [*numbered(self.folder), *linked, *own_files(self.folder)]:
             if not path.is_dir() and path.name != ".lock":
                 path.unlink(missing_ok=True)
 
-    def _claim_best(self, name: str, run: RunState, resume: str) -> None:
-        """Make a best checkpoint the one that the resumed state names, or have the state name none."""
+    def _restore_best(self, name: str, run: RunState, resume: str) -> None:
+        """Make a best checkpoint the one that the resumed state names, or have the state name none.
+
+        A kill between a save and its links leaves `best.pth` one evaluation behind; a resume from an older checkpoint
+        finds it one or more ahead.
+        """
         path, record = self.folder / f"{name}.pth", run.bests[name]
-        step = step_of(path)
+        step = verified_step(path)
         if record is not None and step == record["step"]:
             return
         if step is None:
-            self._move_aside(path, suffix=".corrupt")
+            self._set_aside(path, suffix=".corrupt")
         elif step > run.step:
-            self._move_aside(path, prefix="superseded-")
+            self._set_aside(path, prefix="superseded-")
         if record is None:
             return
         # The files of this folder may be another run's.
@@ -243,35 +274,41 @@ class CheckpointFolder:
         elif found is not None:
             _write(path, read_bytes(found))
         else:
-            self.say(f"the best checkpoint, of step {record['step']}, is missing; the next best becomes {path.name}")
+            missing = f"the best checkpoint, of step {record['step']}, is missing"
+            self.print_line(f"{missing}; the next best becomes {path.name}")
             run.bests[name] = None
 
     def find_step(self, path: Path, step: int) -> Path | None:
         """Return a file that holds a step: the given one, or the numbered one; None if neither is good."""
-        return next((each for each in (path, self.path_of(step)) if step_of(each) == step), None)
+        return next((each for each in (path, self.path_of(step)) if verified_step(each) == step), None)
 
-    def put(self, path: Path, payload: bytes) -> None:
+    def add_copy(self, path: Path, payload: bytes) -> None:
         """Write the copy of another node's checkpoint, and keep a damaged file of that name under another one."""
         with explained(self.folder):
-            self._move_aside(path, suffix=".corrupt")
+            self._set_aside(path, suffix=".corrupt")
             _write(path, payload)
 
-    def _move_aside(self, path: Path, prefix: str = "", suffix: str = "") -> None:
+    def _set_aside(self, path: Path, prefix: str = "", suffix: str = "") -> None:
         """Rename a file, if it is there, so that `auto` passes it over; replace none that was renamed before."""
-        if not os.path.lexists(path):
-            return
-        name, number = f"{prefix}{path.name}{suffix}", 1
-        while os.path.lexists(self.folder / name):
-            number += 1
-            name = f"{prefix}{number}-{path.name}" if prefix else f"{path.name}{suffix}-{number}"
-        os.replace(path, self.folder / name)
-        why = "newer than the resumed checkpoint" if prefix else "damaged"
-        self.say(f"{path.name} is {why}; kept as {name}")
+        if os.path.lexists(path):
+            from checkpointing.damaged import rename_aside
+
+            self.print_line(rename_aside(path, prefix, suffix))
 
     # Saves
 
     def save(self, state: dict, best_now: Iterable[str] = (), records: int | None = None) -> str | None:
         """Write a state, read it back, and only then give it its names and delete checkpoints that are too old.
+
+        A kill or a power failure may come between any two of these steps, in `write_atomically` and here:
+
+            a temporary file beside the target, since a rename is atomic within one file system only
+            fsync of the file, or after a power failure the name could stand for an empty file
+            read back, against the archive's CRCs, which `torch.load` does not check
+            the rename to checkpoint-N.pth: before it the save has not happened, after it `auto` finds the save
+            fsync of the folder, which makes the name durable
+            the links checkpoint.pth, best.pth, best_ema.pth: what a kill leaves out the next start gives
+            deleting old files, last: no older checkpoint goes before a newer one is durable
 
         Args:
             state: plain data, as `RunState.state_dict`.
@@ -285,10 +322,11 @@ class CheckpointFolder:
             try:
                 os.fsync(records)
             except OSError as error:
-                self.say(f"warning: metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
-        num_bytes = sum(tensor.nbytes for tensor in filter(torch.is_tensor, tree_iter(state)))  # nearly the file's size
+                self.print_line(f"warning: metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
+        # Nearly the size of the file, for the line about a full disk.
+        num_bytes = sum(tensor.nbytes for tensor in filter(torch.is_tensor, tree_iter(state)))
         # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
-        return self.commit(state["step"], lambda file: torch.save(state, _Watched(file)), num_bytes, best_now)
+        return self.commit(state["step"], lambda file: torch.save(state, _ProgressFile(file)), num_bytes, best_now)
 
     def commit(self, step: int, content: bytes | Callable, num_bytes: int, best_now: Iterable[str]) -> str | None:
         """Write a checkpoint's content, as of `write_atomically`; returns as `save`."""
@@ -297,17 +335,17 @@ class CheckpointFolder:
             write_atomically(path, content, _verify_archive)
             is_written = True
             # Also the names that an earlier save could not give: the next best may be far away.
-            self._unlinked |= {f"{name}.pth": path for name in ("checkpoint", *best_now)}
-            for name in list(self._unlinked):
-                self._link(self._unlinked[name], name)
-                del self._unlinked[name]
+            self._links_due |= {f"{name}.pth": path for name in ("checkpoint", *best_now)}
+            for name in list(self._links_due):
+                self._link(self._links_due[name], name)
+                del self._links_due[name]
         except Exception as error:
-            why = explain_failure(error, self.folder, num_bytes)
-            if why is None:
+            reason = explain_failure(error, self.folder, num_bytes)
+            if reason is None:  # no fault of the disk, but of the program
                 raise
             if is_written:
-                return f"{path.name} was saved, but could not be linked under its other names: {why}"
-            return f"{path.name} was not saved: {why}; still available: {self._name_newest()}"
+                return f"{path.name} was saved, but could not be linked under its other names: {reason}"
+            return f"{path.name} was not saved: {reason}; still available: {self._name_newest()}"
         self._delete_old()
         return None
 
@@ -323,15 +361,17 @@ class CheckpointFolder:
             for path in numbered(self.folder)[self.keep_last :]:
                 path.unlink(missing_ok=True)
         except (OSError, StorageError) as error:
-            self.say(f"warning: old checkpoints cannot be deleted and will fill the disk: {error}")
+            self.print_line(f"warning: old checkpoints cannot be deleted and will fill the disk: {error}")
 
     def _link(self, path: Path, name: str) -> None:
         """Give a checkpoint a second name, in place of the file that bears it now."""
         target, temporary = self.folder / name, self.folder / f"{name}.tmp.{os.getpid()}"
+        # POSIX: a rename of one link onto another of the same file does nothing, and would leave both.
         if target.exists() and os.path.samefile(path, target):
-            return  # and a rename of one link onto another of the same file would leave both
+            return
         temporary.unlink(missing_ok=True)
         try:
+            # No second write of what for a ResNet-50 with momentum is 205 MB, and no name ever stands for half a file.
             os.link(path, temporary)
         except OSError as error:
             if error.errno not in _NO_LINKS:
@@ -341,13 +381,13 @@ class CheckpointFolder:
         try:
             os.replace(temporary, target)
         except OSError:
-            with suppress(OSError):
+            with suppress(OSError):  # which would hide the first error
                 temporary.unlink()
             raise
         sync_folder(self.folder)
 
 
-class _Watched:
+class _ProgressFile:
     """A file to write, in which each write is progress of this process: a disk may be slow."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -356,7 +396,7 @@ class _Watched:
     def write(self, content: bytes) -> int:
         """Write some bytes; return how many."""
         num_bytes = self.file.write(content)
-        watchdog.beat()
+        watchdog.note_progress()
         return num_bytes
 
     def flush(self) -> None:
@@ -375,15 +415,16 @@ def own_files(folder: Path, pattern: re.Pattern = OWN_FILES) -> list[Path]:
 
 def numbered(folder: Path) -> list[Path]:
     """Return the numbered checkpoints, newest first."""
-    return sorted(own_files(folder, NUMBERED), key=step_in, reverse=True)
+    # By their numbers, not their times: a copied folder has new ones, and clocks of nodes differ.
+    return sorted(own_files(folder, NUMBERED), key=step_in_name, reverse=True)
 
 
-def step_in(path: Path) -> int:
+def step_in_name(path: Path) -> int:
     """Return the step in the name of a numbered checkpoint."""
     return int(NUMBERED.fullmatch(path.name)[1])
 
 
-def step_of(path: Path) -> int | None:
+def verified_step(path: Path) -> int | None:
     """Return the step of a checkpoint, None if it is damaged or missing; StorageError if the disk does not answer."""
     try:
         return read_checkpoint(path, path.name).state["step"]

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import platform
-import re
 import subprocess
 import sys
 import zlib
@@ -21,7 +20,7 @@ from distributed import collectives
 from errors import UserError, one_line
 from settings import __version__
 from settings.choices import SCHEDULES, TABLES
-from settings.config import fast_decoder
+from settings.machine import fast_decoder
 from settings.options import BY_NAME, FREE, SILENT, is_filled_in, is_same_model, parse_allowed
 
 # Set by the script, not by the user.
@@ -42,11 +41,15 @@ def describe_set(dataset: Any) -> dict:
 
 def describe_environment(args: Any) -> dict[str, Any]:
     """Return all that a run's numbers may depend on: versions, processor, code revision, threads and processes."""
+    decoder = f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}"
+    torchcodec = fast_decoder(args)
+    if torchcodec:
+        decoder = f"torchcodec {torchcodec}, {decoder}"
     found = {
         "touchstone": __version__,
         "torch": str(torch.__version__),  # a TorchVersion would be code to unpickle
         "torchvision": str(torchvision.__version__),
-        "decoder": f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}",
+        "decoder": decoder,
         "python": platform.python_version(),
         "revision": describe_revision(Path(__file__).parent.parent),
         "source": hash_project(Path(__file__).parent.parent),
@@ -55,16 +58,16 @@ def describe_environment(args: Any) -> dict[str, Any]:
     }
     # Of PNG, BMP and PPM, which lose nothing, every decoder makes the same pixels.
     found |= {name: features.version(name) for name in ("avif", "libtiff", "webp") if features.check(name)}
-    with suppress(ImportError):
-        import pillow_heif  # optional
+    with suppress(ImportError):  # without it no HEIC is read
+        import pillow_heif
 
         found["heif"] = f"pillow-heif {pillow_heif.__version__} libheif {pillow_heif.libheif_version()}"
-    if codec := fast_decoder(args):
-        found["decoder"] = f"torchcodec {codec}, {found['decoder']}"
     with suppress(PackageNotFoundError):
-        found["timm"] = version("timm")  # without its import, which takes seconds
+        # Not timm.__version__: the import takes seconds.
+        found["timm"] = version("timm")
     kind = torch.device(args.device or "cpu").type
     if kind == "cpu":
+        # Kernels of another instruction set may add in another order; torch's draws need AVX2 to be equal.
         found["cpu"] = torch.backends.cpu.get_cpu_capability()
     if kind == "cuda" and torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(args.device)
@@ -75,10 +78,12 @@ def describe_environment(args: Any) -> dict[str, Any]:
 
 def describe_processor() -> str:
     """Return the processor's name and the number of its cores that this process may use."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return f"{collectives.count_cores()} cores of {name}"
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):  # which ARM's kernels do not write
+                return f"{collectives.count_cores()} cores of {line.partition(':')[2].strip()}"
+    except OSError:  # macOS has no /proc
+        pass
     return platform.processor() or platform.machine()
 
 
@@ -101,8 +106,8 @@ def hash_project(folder: Path) -> str:
     """Return a hash of the project's own files, without tests and tools: an image has no git to tell its revision."""
     apart = ("bench", "scripts", "tests")
     packages = [each.parent for each in folder.glob("*/__init__.py") if each.parent.name not in apart]
-    # At the top may lie files of the user's own.
-    files = [path for path in folder.glob("*.py") if path.stem in ("train", *sys.modules)]
+    # At the top may lie files of the user's own: of these only what is imported counts, and what a run may import.
+    files = [path for path in folder.glob("*.py") if path.stem in ("train", "transforms", *sys.modules)]
     files += [path for package in packages for path in package.glob("*.py")]
     contents = [f"{path.relative_to(folder)} ".encode() + path.read_bytes() for path in sorted(files)]
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
@@ -124,17 +129,26 @@ def find_hashes(args: Any, data: dict, model: torch.nn.Module, resumed: dict | N
 
     They are the same for every form and path of the images, on any number of processes, and in a resumed run.
     """
-    sets = [[each.get(key) for key in ("num_images", "fingerprint", "sample")] for each in (data, data["val"])]
+    facts = ("num_images", "fingerprint", "sample")
+    sets = [[each.get(fact) for fact in facts] for each in (data, data["val"])]
+    # The options by the table that refuses a changed one: whoever adds an option need not think of this hash.
     names = [name for name, option in BY_NAME.items() if option.resume not in (FREE, SILENT)]
     values = [getattr(args, name) for name in names] + [_code_of_numbers(args.code), args.reference_global_batch]
-    options = [os.path.basename(text) if ".py:" in text else text for text in map(str, values)]  # own code moves
+    # The same code of one's own may lie in another folder of another machine; its content is in `args.code`.
+    options = [os.path.basename(text) if ".py:" in text else text for text in map(str, values)]
     state = {name: torch.atleast_1d(each) for name, each in model.state_dict().items() if torch.is_tensor(each)}
     # Of rows from all over a tensor: all of ResNet-50 take 20 ms, and as long to come from a device.
-    rows = [each[:: len(each) // 16 or 1].cpu().contiguous().flatten() for each in state.values()]
+    rows = [each[:: max(len(each) // 16, 1)].cpu().contiguous().flatten() for each in state.values()]
     sums = [zlib.crc32(each.view(torch.uint8).numpy()) for each in rows]
     parts = {"data": [data["classes"], *sets], "options": options, "weights": [*state, *sums]}
-    hashes = {name: hashlib.sha256(repr(part).encode(errors="replace")).hexdigest()[:8] for name, part in parts.items()}
-    return hashes if resumed is None else {**hashes, "weights": resumed.get("hashes", {}).get("weights", "unknown")}
+    hashes = {}
+    for name, part in parts.items():
+        # Eight digits, since people compare them by eye on two machines.
+        hashes[name] = hashlib.sha256(repr(part).encode(errors="replace")).hexdigest()[:8]
+    if resumed is not None:
+        # The first weights are gone by now: the checkpoint carries their hash along.
+        hashes["weights"] = resumed.get("hashes", {}).get("weights", "unknown")
+    return hashes
 
 
 def check_options(state: dict, args: Any) -> None:
@@ -145,12 +159,14 @@ def check_options(state: dict, args: Any) -> None:
     Raises:
         UserError: a difference changes numbers, and `--allow-change` does not name it.
     """
-    there, here = state["environment"], describe_environment(args)
+    saved = state["environment"]
+    current = describe_environment(args)
     is_deterministic = args.use_deterministic_algorithms
     differing = _differing_options(state["args"], args)
+    # Sums over one and two CPU threads differed in bits after two steps of a ResNet-18; each repeats itself.
     for name in ("world_size", "threads") if is_deterministic else ("world_size",):
-        if there[name] != here[name]:
-            differing[name] = (there[name], here[name])
+        if saved[name] != current[name]:
+            differing[name] = (saved[name], current[name])
     allowed = parse_allowed(args.allow_change)
     free = [name for name in differing if _is_free(name, args)]
     refused = {name: values for name, values in differing.items() if name not in allowed and name not in free}
@@ -159,12 +175,16 @@ def check_options(state: dict, args: Any) -> None:
 
     shown = {name: _difference(name, *values) for name, values in differing.items()}
     _print_joined("changed as --allow-change says: ", [text for name, text in shown.items() if name in allowed])
-    loud = [name for name in free if name == "world_size" or BY_NAME[name].resume != SILENT]
-    _print_joined("options that changed: ", [shown[name] for name in loud])
-    names = [name for name in here if name in there and name not in ("threads", "world_size")]
-    versions = [_difference(name, there[name], here[name]) for name in names if there[name] != here[name]]
+    printed = [name for name in free if name == "world_size" or BY_NAME[name].resume != SILENT]
+    _print_joined("options that changed: ", [shown[name] for name in printed])
+    # Only what both know: an older checkpoint lacks what is recorded by now.
+    names = [name for name in current if name in saved and name not in ("threads", "world_size")]
+    versions = [_difference(name, saved[name], current[name]) for name in names if saved[name] != current[name]]
     versions += [shown[name] for name in differing if name == "device"]
-    consequence = "; bit-identical results are not guaranteed" if is_deterministic else ""
+    # Versions are printed and never refused: the run cannot have the old ones back, but its bits may now be others.
+    consequence = ""
+    if is_deterministic:
+        consequence = "; bit-identical results are not guaranteed"
     _print_joined("versions that changed: ", versions, consequence)
 
 
@@ -175,162 +195,133 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
     """
     if state is None:
         return
-    more = more or {}
-    theirs, num_classes = state["data"], len(val.classes)
+    saved, num_classes = state["data"], len(val.classes)
     source = f"the checkpoint of --resume {args.resume} holds"
+    # Before a model is built: what torch says of weights that do not fit is a page of names and shapes.
     if not is_same_model(state["args"]["model"], args.model):
         raise UserError(
             f"{source} a {state['args']['model']}, but --model is {args.model}; give that model, or another file"
         )
-    if theirs["num_classes"] != num_classes:
-        place = args.data_path if args.synthetic is None else f"--synthetic {args.synthetic}"
+    if saved["num_classes"] != num_classes:
+        images = args.data_path if args.synthetic is None else f"--synthetic {args.synthetic}"
         advice = "pass it to --weights to fine-tune instead" if train else "give images of the checkpoint's classes"
-        raise UserError(f"{source} {theirs['num_classes']} classes but {place} has {num_classes}; {advice}")
+        raise UserError(f"{source} {saved['num_classes']} classes but {images} has {num_classes}; {advice}")
     refusal = f"cannot {'evaluate' if train is None else 'resume'} (--resume {args.resume})"
-    refused, notes = compare_classes(theirs["classes"], val.classes, refusal), []
+    refused = compare_classes(saved["classes"], val.classes, refusal)
+    notes = []
     if train is not None:
-        if theirs["num_images"] != len(train):
+        if saved["num_images"] != len(train):
             raise UserError(
                 f"cannot resume (--resume {args.resume}): "
-                f"{_difference('num_images', theirs['num_images'], len(train))}; the saved position counts steps over "
+                f"{_difference('num_images', saved['num_images'], len(train))}; the saved position counts steps over "
                 "all images, so this cannot be changed"
             )
-        refused += _compare_sets("train", theirs, describe_set(train), notes)
-    warn_trained_on(f"--resume {args.resume}", state["args"], theirs, args, val)
-    part = state["args"].get("minival"), state["args"].get("minival_fold", 0)
-    sets = {"val": val, **more} if part == (args.minival, args.minival_fold) else more
-    known = {"val": theirs["val"], **state.get("eval_data", {})}
+        refused += _compare_sets("train", saved, describe_set(train), notes)
+    if args.minival:
+        from checkpointing.held_out import warn_trained_on
+
+        warn_trained_on(f"--resume {args.resume}", state["args"], saved, args, val)
+    sets = dict(more or {})
+    # Two folds or fractions of the training images are different sets by intention, and not compared.
+    if (state["args"].get("minival"), state["args"].get("minival_fold", 0)) == (args.minival, args.minival_fold):
+        sets = {"val": val, **sets}
+    known = {"val": saved["val"], **state.get("eval_data", {})}
+    # An evaluation of other images is asked for; in a resumed run the results before and after could not be compared.
+    differences = notes if train is None else refused
     for name in [name for name in sets if name in known]:  # sets of --eval-data may come and go
-        differing = _compare_sets(name, known[name], describe_set(sets[name]), notes)
-        (notes if train is None else refused).extend(differing)
+        differences += _compare_sets(name, known[name], describe_set(sets[name]), notes)
     if refused:
-        _refuse_data(args, refusal, refused)
+        refuse_data(args, refusal, refused)
     _print_joined("", notes)
 
 
-def holds_out(options: dict[str, Any], fraction: float, fold: int) -> bool:
-    """Tell whether a run with these options held out what this `--minival` and `--minival-fold` do, or more."""
-    theirs, its_fold = options.get("minival"), options.get("minival_fold", 0)
-    if not isinstance(theirs, float) or not isinstance(its_fold, int):
-        return False
-    return (theirs, its_fold) == (fraction, fold) or (fold == its_fold == 0 and fraction <= theirs)
-
-
-def warn_trained_on(source: str, options: dict[str, Any], images: Any, args: Any, val: Any) -> None:
-    """Print a line if weights were trained on images that `--minival` holds out here.
-
-    Args:
-        source: the name of the weights.
-        options: those of the run that trained them.
-        images: the `data` of its checkpoint, if it has any.
-        args: the options of this run.
-        val: the validation set.
-    """
-    if not args.minival or not isinstance(images, dict) or holds_out(options, args.minival, args.minival_fold):
-        return
-    whole = getattr(val.index, "whole", val.index)
-    ours = {**whole.identity(), "fingerprint": whole.fingerprint()}  # the same in every form of the images
-    known = {name: value for name, value in images.items() if isinstance(value, str)}
-    if any(ours[name] is not None and known.get(name) == ours[name] for name in ("path", "sample", "fingerprint")):
-        part = f"--minival {args.minival} --minival-fold {args.minival_fold}"
-        print(f"{source} has trained on images that {part} holds out: its accuracy here will be too high")
-
-
-def check_classes(weights: Any, args: Any, val: Any) -> None:
-    """Refuse to evaluate weights that name other classes; training may start from them.
-
-    Of `Weights` that name none `models.load_matching` counts the classes, and refuses those in an unknown order.
-    """
-    is_sure = weights.classes is not None or "data" in parse_allowed(args.allow_change)
-    warn_trained_on(f"--weights {args.weights}", weights.options, weights.images, args, val)
-    weights.disorder = [] if is_sure else find_disorder(weights.script, val.classes)
-    if weights.classes is None or len(weights.classes) != len(val.classes):
-        return
-    refusal = f"--weights {args.weights} has different classes"
-    differences = compare_classes(weights.classes, val.classes, refusal)
-    if differences and args.test_only:
-        _refuse_data(args, refusal, differences)
-    elif differences:
-        print(f"--weights {args.weights}: {differences[0]}; training starts from its classifier anyway")
-
-
-def _refuse_data(args: Any, refusal: str, differences: list[str]) -> None:
+def refuse_data(args: Any, refusal: str, differences: list[str]) -> None:
     """Refuse other data, unless `--allow-change data` is given."""
     if "data" not in parse_allowed(args.allow_change):
         raise UserError(f"{refusal}: {'; '.join(differences)}; to continue with them, give --allow-change data")
     _print_joined("changed as --allow-change says: ", differences)
 
 
-def compare_classes(theirs: list[str], ours: list[str], refusal: str = "") -> list[str]:
+def compare_classes(saved: list[str], current: list[str], refusal: str = "") -> list[str]:
     """Return a line about classes whose names differ from the checkpoint's, if any do; both must have as many.
 
     With the words of a refusal UserError for the same names in another order, which nothing permits.
     """
-    labels = [label for label, names in enumerate(zip(theirs, ours, strict=True)) if names[0] != names[1]]
+    labels = [label for label, names in enumerate(zip(saved, current, strict=True)) if names[0] != names[1]]
     if not labels:
         return []
-    first = _difference(f"class {labels[0]} is", one_line(theirs[labels[0]]), one_line(ours[labels[0]]))
-    if refusal and {*theirs} == {*ours}:
+    first = _difference(f"class {labels[0]} is", one_line(saved[labels[0]]), one_line(current[labels[0]]))
+    # Other names may be permitted, as better words for the same images; in another order every label is wrong.
+    if refusal and {*saved} == {*current}:
         advice = "a list with classes.txt can keep the order (docs/data.md#changed-data)"
         raise UserError(f"{refusal}: the same classes are in another order: {first}; {advice}")
-    return [f"{len(labels)} of {len(ours)} classes have different names: {first}"]
+    return [f"{len(labels)} of {len(current)} classes have different names: {first}"]
 
 
-def find_disorder(script: str, classes: list[str]) -> list[str]:
-    """Return a line about classes that weights of a script, without names of their own, may have in another order.
-
-    timm sorts them naturally and without case; torchvision and pytorch/examples as here.
-    """
-    timms = sorted(classes, key=lambda name: [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", name.lower())])
-    found = [] if script in ("", "torchvision", "pytorch-examples") else compare_classes(timms, classes)
-    return [
-        f"it names no classes; in timm's order {each}; rename the folders in that order: 0-NAME ..." for each in found
-    ]
-
-
-def _compare_sets(name: str, theirs: dict, ours: dict, notes: list[str]) -> list[str]:
+def _compare_sets(name: str, saved: dict, current: dict, notes: list[str]) -> list[str]:
     """Return the differences of two sets that matter; add those that may be harmless to the notes.
 
     Names, labels and a sample of sizes can be compared across forms and paths, all sizes and checksums within a form,
     times within a path.
     """
     meanings = {"num_images": "the number of images differs", "fingerprint": "files have different names or labels"}
-    is_same_form = theirs["form"] == ours["form"]
+    is_same_form = saved["form"] == current["form"]
     if is_same_form:
         meanings |= {"sizes": "images have different sizes", "checksums": "it is a different pack"}
     # Sizes and checksums are not always known.
-    differing = [key for key in meanings if theirs[key] != ours[key] and None not in (theirs[key], ours[key])]
-    samples = (each.get("sample") for each in (theirs, ours))  # None where it is not known, and in old checkpoints
-    known, found = ({*text.split()} if isinstance(text, str) else set() for text in samples)
-    # A few may differ: damaged files are replaced by good ones.
-    if not differing and 2 * len(known & found) < min(len(known), len(found)):
+    differing = [key for key in meanings if saved[key] != current[key] and None not in (saved[key], current[key])]
+    if differing:
+        words = {key: _difference(f"data of {name}: {key}", saved[key], current[key]) for key in differing}
+        return [f"{text}: {meanings[key]}" for key, text in words.items()]
+    # Images that were made smaller keep names and labels. A few sizes may differ: damaged files are replaced.
+    known = _sampled_sizes(saved)
+    found = _sampled_sizes(current)
+    if 2 * len(known & found) < min(len(known), len(found)):
         return [f"data of {name}: most of {len(found)} compared images have different sizes (scripts.pack?)"]
-    if not differing and is_same_form and theirs["path"] == ours["path"] and theirs["times"] != ours["times"]:
-        notes.append(f"data of {name}: {ours['path']} has changed since the checkpoint, but no file name in it")
-    return [f"{_difference(f'data of {name}: {key}', theirs[key], ours[key])}: {meanings[key]}" for key in differing]
+    # A copied file has a new time too, and no image is read to find out: a line, not a refusal.
+    if is_same_form and saved["path"] == current["path"] and saved["times"] != current["times"]:
+        notes.append(f"data of {name}: {current['path']} has changed since the checkpoint, but no file name in it")
+    return []
 
 
-def _differing_options(theirs: dict, args: Any) -> dict[str, tuple[Any, Any]]:
-    """Return (the checkpoint's value, ours) of each option that differs."""
+def _sampled_sizes(facts: dict) -> set[str]:
+    """Return the sizes of some images, each with its number; none where they are not known, as in old checkpoints."""
+    sample = facts.get("sample")
+    return {*sample.split()} if isinstance(sample, str) else set()
+
+
+def _differing_options(saved: dict, args: Any) -> dict[str, tuple[Any, Any]]:
+    """Return (the checkpoint's value, the present one) of each option that differs."""
     differing = {}
     for name, value in vars(args).items():
-        is_theirs = is_filled_in(name, args) or (name == "weights" and name not in args.given)
-        is_theirs = is_theirs or (name == "global_batch_size" and value is None)
-        is_younger = name not in theirs and name not in args.given  # a newer option than the checkpoint, and unused
-        if name in _DERIVED or name == "world_size" or is_theirs or is_younger:
+        if name in (*_DERIVED, "world_size") or is_filled_in(name, args):
             continue
-        known = theirs.get(name, "unknown")
+        # The first weights are of no more use, and an option that is newer than the checkpoint was off in its run.
+        if name not in args.given and (name == "weights" or name not in saved):
+            continue
+        if name == "global_batch_size" and value is None:  # the checkpoint's is taken
+            continue
+        known = saved.get(name, "unknown")
         if name == "device" and known is not None and value is not None:
-            known, value = (str(device).split(":")[0] for device in (known, value))
-        is_named = name in TABLES and isinstance(known, str) and isinstance(value, str)
-        is_same = is_same_model(known, value) if is_named else known == value
-        is_same = is_same or (name == "code" and isinstance(known, str) and not _changed_files(known, value))
-        if not is_same:
+            # The number of a GPU is the machine's affair.
+            known = str(known).split(":")[0]
+            value = str(value).split(":")[0]
+        if not _is_same_value(name, known, value):
             differing[name] = (known, value)
-    batches = theirs["reference_global_batch"], args.reference_global_batch
+    # Rates are scaled by global batch / reference, so that another reference alone is another learning rate.
+    batches = (saved["reference_global_batch"], args.reference_global_batch)
     if args.lr_scaling != "none" and batches[0] != batches[1]:
-        differing["lr_scaling"] = (f"{theirs['lr_scaling']} from {batches[0]}", f"{args.lr_scaling} from {batches[1]}")
+        differing["lr_scaling"] = (f"{saved['lr_scaling']} from {batches[0]}", f"{args.lr_scaling} from {batches[1]}")
     return differing
+
+
+def _is_same_value(name: str, saved: Any, current: Any) -> bool:
+    """Tell whether two values of an option mean the same: code may have moved, and a model has several spellings."""
+    if name == "code" and isinstance(saved, str):
+        return not _changed_files(saved, current)
+    if name in TABLES and isinstance(saved, str) and isinstance(current, str):
+        return is_same_model(saved, current)
+    return saved == current
 
 
 def _code_of_numbers(code: str) -> str:
@@ -338,12 +329,28 @@ def _code_of_numbers(code: str) -> str:
     return ", ".join(each for each in code.split(", ") if not each.startswith("logger "))
 
 
-def _changed_files(theirs: str, ours: str) -> list[str]:
+def _changed_files(saved: str, current: str) -> list[str]:
     """Return in what two results of `hash_code` differ; metrics may come and go."""
-    files = [text.split(", ") if text else [] for text in map(_code_of_numbers, (theirs, ours))]
-    names = dict.fromkeys(each.rpartition(" ")[0] for each in files[0] + files[1])
-    hashes = {name: [[each for each in some if each.rpartition(" ")[0] == name] for some in files] for name in names}
-    return [name for name, (a, b) in hashes.items() if a != b and ((a and b) or not name.startswith("metrics"))]
+    saved_files = _hashes_by_file(saved)
+    current_files = _hashes_by_file(current)
+    changed = []
+    for name in {**saved_files, **current_files}:
+        if saved_files.get(name) == current_files.get(name):
+            continue
+        is_in_both = name in saved_files and name in current_files
+        if is_in_both or not name.startswith("metrics"):
+            changed.append(name)
+    return changed
+
+
+def _hashes_by_file(code: str) -> dict[str, list[str]]:
+    """Return the parts of a result of `hash_code` that change numbers by the names of their files."""
+    files = {}
+    text = _code_of_numbers(code)
+    if text:
+        for part in text.split(", "):
+            files.setdefault(part.rpartition(" ")[0], []).append(part)
+    return files
 
 
 def _is_free(name: str, args: Any) -> bool:
@@ -369,17 +376,22 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
         parts.insert(len(fixed), f"{_dashed(fixed).replace(',', ', ')} cannot be changed: give the checkpoint's")
     if changeable:
         parts.append(f"these change the run's results; to continue anyway, give --allow-change {_dashed(changeable)}")
-    begin, has_lines = f"cannot resume (--resume {args.resume}):", len(differing) > 3
-    message = "\n  ".join([begin, *parts]) if has_lines else f"{begin} {'; '.join(parts)}"
-    return UserError(message, has_lines=has_lines)
+    begin = f"cannot resume (--resume {args.resume}):"
+    # More than three would be a line that nobody can read.
+    if len(differing) > 3:
+        return UserError("\n  ".join([begin, *parts]), has_lines=True)
+    return UserError(f"{begin} {'; '.join(parts)}")
 
 
-def _difference(name: str, theirs: Any, ours: Any) -> str:
+def _difference(name: str, saved: Any, current: Any) -> str:
     if name == "code":
         files = []
-        for file in _changed_files(theirs, ours):
+        for file in _changed_files(saved, current):
             option, _, module = file.partition(" ")
-            files.append(f"--{_dashed([option])}" + (f" ({module})" if module else ""))
+            words = f"--{_dashed([option])}"
+            if module:
+                words += f" ({module})"
+            files.append(words)
         return f"the file of {', '.join(files)} has changed since the checkpoint"
     notes = {
         "threads": " (CPU threads: OMP_NUM_THREADS)",
@@ -387,7 +399,7 @@ def _difference(name: str, theirs: Any, ours: Any) -> str:
         "world_size": " (the same samples and augmentation; without --use-deterministic-algorithms sums may round "
         "differently)",
     }
-    return f"{_dashed([name])} {theirs} in the checkpoint, {ours} now{notes.get(name, '')}"
+    return f"{_dashed([name])} {saved} in the checkpoint, {current} now{notes.get(name, '')}"
 
 
 def _print_joined(begin: str, texts: list[str], end: str = "") -> None:

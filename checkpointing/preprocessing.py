@@ -31,6 +31,7 @@ def choose_preprocessing(
     given = {name: getattr(args, name) for name in PREPROCESSING if name in args.given}
     known = usable_preprocessing(options)
     for name in PREPROCESSING:
+        # What is there and of no use is no reason for a default: the accuracy would be wrong without a word.
         value = options.get(name)
         if value is not None and value != "" and name not in known and name not in given:
             flag = BY_NAME[name].flag
@@ -43,16 +44,20 @@ def choose_preprocessing(
         fitted = {name: fit_statistics(published[name], args.in_chans) for name in STATISTICS if name in published}
         found = [({**published, **fitted}, words), *found]
     values, origins = with_defaults({}), {}
+    # The last one wins: what was typed, before what the weights were trained with, before what is published.
     for part, words in found:
         values |= part
         origins |= dict.fromkeys(part, words)
-    if missing := [BY_NAME[name].flag for name in PREPROCESSING if name not in values]:
+    missing = [BY_NAME[name].flag for name in PREPROCESSING if name not in values]
+    if missing:
         raise UserError(
             f"{source} does not say how its images are prepared, and nothing is published about {args.model}; give "
             f"{', '.join(missing)}"
         )
+    # A mean for each channel tells how many the weights take; the model's own error would be one about shapes.
     for name in STATISTICS:
-        if (number := len(values[name])) != args.in_chans:
+        number = len(values[name])
+        if number != args.in_chans:
             raise UserError(
                 f"{source} is for {counted(number, 'channel')} (--{name} {text_of(values[name])}), and --in-chans is "
                 f"{args.in_chans}; give --in-chans {number}"
@@ -86,5 +91,7 @@ def usable_preprocessing(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def text_of(value: Any) -> str:
     """Return an option's value as it is typed."""
-    items = [] if value is True else value if isinstance(value, list) else [value]
+    if value is True:  # a flag alone
+        return ""
+    items = value if isinstance(value, list) else [value]
     return " ".join(f"{item:.6g}" if isinstance(item, float) else str(item) for item in items)

@@ -12,8 +12,9 @@ from torchvision.models import WeightsEnum
 
 from checkpointing.weights import Weights
 from distributed import collectives
-from errors import UserError, did_you_mean, find_timm_config, in_one_line
+from errors import UserError, as_user_error, did_you_mean
 from settings.options import BY_NAME, STATISTICS, fit_statistics, split_custom
+from settings.packages import find_timm_config
 
 
 def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[str, Any], str]:
@@ -35,13 +36,14 @@ def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
     """Return our options for timm/NAME with timm's options `trained`; UserError if sizes of images cannot be used."""
     known = find_timm_config(name)
     names = ("img_size", "input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
-    with in_one_line(f"{name}: the sizes of its images cannot be used"):
+    with as_user_error(f"{name}: the sizes of its images cannot be used"):
         resolve = importlib.import_module("timm.data").resolve_data_config
         found = resolve({each: trained.get(each) for each in names}, known.to_dict() if known else {})
         channels, height, crop = map(int, found["input_size"])
         channels = trained.get("in_chans") or channels
-        if not BY_NAME["in_chans"].is_value(channels) or height != crop:
+        if not (BY_NAME["in_chans"].is_value(channels) and height == crop):
             raise ValueError(f"it takes {channels} channels of {height} x {crop} px, expected 1, 3 or 4 of a square")
+        # Rounded down, as timm's own evaluation does.
         options = {"val_crop_size": crop, "val_resize_size": math.floor(crop / float(found["crop_pct"]))}
         options |= {each: fit_statistics([*map(float, found[each])], channels) for each in STATISTICS}
         options["in_chans"] = channels
@@ -52,6 +54,7 @@ def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kwargs, list):  # a list is in our form already
         flags = {"global_pool": trained.get("gp"), **{each: trained.get(each) for each in ("bn_eps", "bn_momentum")}}
         kwargs = (kwargs or {}) | {key: value for key, value in flags.items() if value is not None}
+        # None, as where the option is not given: an empty list would be another value.
         options["model_kwargs"] = sorted(f"{key}={value!r}" for key, value in kwargs.items()) or None
     return options
 
@@ -72,12 +75,17 @@ def find_published(name: str, source: str) -> tuple[str, WeightsEnum]:
     names = torchvision.models.list_models(module=torchvision.models)
     enums = {name: torchvision.models.get_model_weights(name) for name in names}
     owner, _, member = name.partition(".")
+    # torchvision's alias of a model's best weights.
+    wanted = member or "DEFAULT"
     for model, enum in enums.items():
-        if owner in (model, enum.__name__) and (member or "DEFAULT") in enum.__members__:
-            return model, enum[member or "DEFAULT"]
-    known = [f"{model}.{each}" for model, enum in enums.items() for each in enum.__members__] if member else enums
+        if owner in (model, enum.__name__) and wanted in enum.__members__:
+            return model, enum[wanted]
+    known = [*enums]
+    if member:
+        known = [f"{model}.{each}" for model, enum in enums.items() for each in enum.__members__]
+    hint = did_you_mean(name, known) or ";"
     raise UserError(
-        f"{source}: no such file, and no weights of torchvision's{did_you_mean(name, known) or ';'} give a checkpoint, "
+        f"{source}: no such file, and no weights of torchvision's{hint} give a checkpoint, "
         "or a name such as resnet50.IMAGENET1K_V2"
     )
 
@@ -86,7 +94,8 @@ def resolve_weights(args: Any) -> WeightsEnum:
     """Return the torchvision weights that `args.weights` names; UserError if the model has none of that name."""
     if args.model.startswith("timm/") or split_custom(args.model) is not None:
         raise UserError(f"--weights {args.weights} is not a file; for {args.model}, give a file with a state dict")
-    source, name = f"--weights {args.weights}", args.weights if "." in args.weights else f"{args.model}.{args.weights}"
+    source = f"--weights {args.weights}"
+    name = args.weights if "." in args.weights else f"{args.model}.{args.weights}"
     model, published = find_published(name, source)
     if model != args.model:
         raise UserError(f"{source} is of {model}, and --model is {args.model}")

@@ -14,8 +14,12 @@ from settings.options import MOST_COUNT
 
 FORMAT = 2
 
-# Limits of a checkpoint: bytes of its pickle, values, levels of nesting, and characters of a text.
-MOST_PICKLE_BYTES, MOST_VALUES, MOST_DEPTH, MOST_CHARACTERS = 1 << 24, 1_000_000, 32, 1 << 16
+# Limits of a checkpoint. A hostile one of some kilobytes could otherwise fill the memory, or the stack.
+MOST_PICKLE_BYTES, MOST_VALUES, MOST_DEPTH = 1 << 24, 1_000_000, 32
+MOST_CHARACTERS = 1 << 16  # of a text
+
+
+# `type(x) is`, not isinstance: a bool is an int, and subclasses may override what is compared below.
 
 
 def _are_tensors(value: Any) -> bool:
@@ -31,11 +35,13 @@ def _are_options(value: Any) -> bool:
     items = [*value.keys()]
     for each in value.values():
         items += each if type(each) is list else [each]
+    # Their texts are printed by a refusal, and a terminal obeys control characters.
     return all(item is None or type(item) in (bool, int, float) or is_printable(item) for item in items)
 
 
 def _is_scaler(value: Any) -> bool:
     names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+    # Counts of steps: with a float instead torch's scaler would end in a traceback.
     are_counts = type(value["_growth_tracker"]) is type(value["growth_interval"]) is int
     return are_counts and value["_growth_tracker"] >= 0 and all(0 < value[name] < 1e38 for name in names)
 
@@ -91,22 +97,31 @@ def check_schema(state: dict, name: str) -> dict:
         UserError: it is not sound, or not of this script.
         StorageError: another version of this script wrote it.
     """
+    # By the outermost names first: any other dict of tensors is told apart from a checkpoint that has suffered.
     fields = {field.split(".")[0] for field in [*_COUNTS, *_FIELDS]} | {"format"}
     missing = sorted(fields - state.keys())
     if missing:
+        names = ", ".join(missing[:4])
+        if len(missing) > 4:
+            names += ", ..."
         raise UserError(
-            f"{name} is no checkpoint of this script: it lacks "
-            f"{', '.join(missing[:4])}{', ...' * (len(missing) > 4)}; to start from its weights, pass it to --weights"
+            f"{name} is no checkpoint of this script: it lacks {names}; to start from its weights, pass it to --weights"
         )
     foreign = next((value for value in unfold(state, name) if not _is_plain(value)), None)
-    reason = None if foreign is None else f"it holds a {type(foreign).__name__}, which this script never saves"
-    if reason is None and type(state["format"]) is int and state["format"] != FORMAT:
+    if foreign is not None:
+        raise UserError(
+            f"{name} is not a valid checkpoint: it holds a {type(foreign).__name__}, which this script never saves"
+        )
+    if type(state["format"]) is int and state["format"] != FORMAT:
+        # A StorageError stops `auto`, which would else pass over a good file and go on from an older one.
         raise StorageError(
             f"{name} has format {state['format']}, but this version reads {FORMAT}; use the version that wrote it",
             exit_code=2,
         )
     try:
-        reason = reason or _find_misfit(state) or _find_contradiction(state)
+        reason = _find_misfit(state)
+        if reason is None:
+            reason = _find_contradiction(state)
     except Exception as error:  # of a field that holds anything
         reason = f"a field is missing or has the wrong type ({type(error).__name__}: {error})"
     if reason is not None:
@@ -122,12 +137,16 @@ def unfold(content: Any, name: str) -> Iterator[Any]:
     Raises:
         UserError: there are more or deeper ones than a checkpoint has.
     """
+    # Not by recursion: a file nested a thousand times would end Python's stack.
     todo, count = [(content, 0)], 0
     while todo:
         value, depth = todo.pop()
         yield value
-        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else []
-        parts += value if isinstance(value, (list, tuple, set, frozenset)) else []
+        parts = []
+        if isinstance(value, dict):
+            parts += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            parts += value
         parts += getattr(value, "__dict__", {}).values()  # of a Namespace, and notes of an OrderedDict
         count += len(parts)
         if count > MOST_VALUES or depth > MOST_DEPTH:
@@ -142,8 +161,10 @@ def _is_plain(value: Any) -> bool:
     if type(value) is torch.Tensor:
         is_on_cpu = value.layout == torch.strided and value.device.type == "cpu"
         return is_on_cpu and not value.is_quantized and not value.is_complex()
-    if type(value) in (int, str):
-        return abs(value) < 1 << 63 if type(value) is int else len(value) <= MOST_CHARACTERS
+    if type(value) is int:
+        return abs(value) < 1 << 63  # Python's own may be as long as the pickle, and torch takes 64 bits
+    if type(value) is str:
+        return len(value) <= MOST_CHARACTERS
     return value is None or type(value) in (dict, list, tuple, bool, float)
 
 
@@ -151,10 +172,13 @@ def _find_misfit(state: dict) -> str | None:
     """Name the first field of a state whose value is wrong, with a KeyError if it is missing; None if all are right."""
     for field, least in _COUNTS.items():
         value = _field(state, field)
-        if type(value) is not int or not least <= value < MOST_COUNT:
+        if not (type(value) is int and least <= value < MOST_COUNT):
             return f"{field} is not an integer of {least} or more"
     checks = _FIELDS | {field: is_right for field, is_right in _OPTIONAL_FIELDS.items() if field in state}
-    return next((f"{field} is wrong" for field, is_right in checks.items() if not is_right(_field(state, field))), None)
+    for field, is_right in checks.items():
+        if not is_right(_field(state, field)):
+            return f"{field} is wrong"
+    return None
 
 
 def _field(state: dict, field: str) -> Any:
@@ -166,11 +190,13 @@ def _find_contradiction(state: dict) -> str | None:
     """Name fields of a state that are each valid but contradict each other; None if there are none."""
     position, shards, data = state["position"], state["shards"], state["data"]
     batch, num_shards = shards["global_batch_size"], shards["num_shards"]
+    # What is left after an epoch's last whole global batch is dropped.
     steps_per_epoch = data["num_images"] // batch
     is_complete = position["steps"] == steps_per_epoch
     bests = [best for best in (state["best"], state["best_ema"]) if best is not None]
     numbers = {number for group in state["optimizer"]["param_groups"] for number in group["params"]}
     state_of = state["optimizer"]["state"].keys()
+    # A step that does not follow from the position would train on other images, or with another learning rate.
     for is_right, words in [
         (batch == num_shards * state["args"]["batch_size"], f"{num_shards} micro-batches of a global batch of {batch}"),
         (steps_per_epoch > 0, f"a global batch of {batch} of {data['num_images']} images"),

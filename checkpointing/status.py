@@ -11,10 +11,11 @@ from typing import Any
 
 from checkpointing.checkpoint import RunState
 from checkpointing.folder import own_files
+from distributed.ending import explain_limit
 from distributed.launch import read_launch
-from errors import StorageError, explain_limit
+from errors import StorageError
 from files import explain_failure, read_json, retry, write_json
-from settings.config import default_folder
+from settings.machine import default_folder
 
 # Seconds after which the file of a running run is renewed.
 RENEWAL_S = 20.0
@@ -34,6 +35,7 @@ class StatusFile:
     def __init__(self, folder: Path | None, state: RunState, progress: Callable[[], dict[str, Any]] = dict) -> None:
         self.folder, self.state, self.progress = folder, state, progress
         self._status = {}
+        # Between the thread that renews and the one that trains: a late renewal must not undo the end.
         self._lock, self._is_over = threading.Lock(), threading.Event()
 
     def replace(self, state: str, reason: str = "") -> None:
@@ -59,6 +61,7 @@ class StatusFile:
 
     def start_renewal(self) -> None:
         """Renew the file from now on, in a thread, until the run's end is written."""
+        # A process that is killed writes no end: readers know it by a heartbeat that is old.
         if self.folder:
             threading.Thread(target=self._renew, daemon=True, name="status").start()
 
@@ -66,6 +69,7 @@ class StatusFile:
         while not self._is_over.wait(RENEWAL_S):
             with self._lock, suppress(OSError):  # of a full disk, which the next save reports
                 if not self._is_over.is_set():
+                    # Not durable: after a power failure an older heartbeat says the same.
                     self._write(is_durable=False)
 
     def write(self, state: str, reason: str = "") -> None:
@@ -98,8 +102,12 @@ def note_refusal(args: Any, error: BaseException) -> None:
     is_refused = getattr(error, "exit_code", None) == 2 and not (args.test_only or args.dry_run)
     if is_refused and read_launch().rank == 0:
         with suppress(OSError, StorageError):  # which may be what the start was refused for
+            # The status of a run must stay what it was: a mistyped start in its folder ends nothing.
             own = {path.name for path in own_files(folder)} - {".lock"}
-            if not own or (own == {"status.json"} and read_json(folder / "status.json").get("state") == "refused"):
+            is_free = not own
+            if own == {"status.json"}:
+                is_free = read_json(folder / "status.json").get("state") == "refused"
+            if is_free:
                 folder.mkdir(parents=True, exist_ok=True)
                 status = {"state": "refused", "reason": str(error), "requeue": False, "time": _now(), **_process()}
                 write_json(folder / "status.json", status)

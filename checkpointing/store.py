@@ -1,4 +1,4 @@
-"""The checkpoints of a run on any number of processes: found, restored, claimed and saved by all ranks together."""
+"""The checkpoints of a run on any number of processes: found, restored and saved by all ranks together."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,8 +19,9 @@ from files import read_json
 class CheckpointManager:
     """The checkpoints of a run. Methods are collective and fail on every rank alike, unless they say otherwise.
 
-    A start calls `lock`, `read` and `check` before it builds anything, and `claim` once the state is restored. A save
-    is written beside the training. It counts as made when `wait_for_save` says so, on all ranks after the same step.
+    A start calls `lock`, `read` and `check` before it builds anything, and `take_over` once the state is restored:
+    until then whatever is refused leaves the folder as it was. A save is written beside the training. It counts as made
+    when `wait_for_save` says so, on all ranks after the same step.
 
     Args:
         folder: the output folder, shared by all nodes or one on each.
@@ -32,12 +33,15 @@ class CheckpointManager:
     def __init__(self, folder: Path, *, keep_last: int = 3, minutes: float = 0.0, save_per_node: bool = False) -> None:
         rank = collectives.get_rank()
         # `print` is silent on the other ranks.
-        say = print if rank == 0 else lambda text: print(f"rank {rank}: {text}", force=True)
-        self.folder, self.save_per_node = folder, save_per_node
-        self._files = CheckpointFolder(folder, keep_last=keep_last, say=say)
+        print_line = print if rank == 0 else lambda text: print(f"rank {rank}: {text}", force=True)
+        self.folder = folder
+        self.save_per_node = save_per_node
+        self._files = CheckpointFolder(folder, keep_last=keep_last, print_line=print_line)
         self._writers = [0]  # ranks that write checkpoints
         self._copies = None  # on other nodes
+        # One thread: two saves at a time would hold two copies of the state in memory, and could end out of order.
         self._thread, self._saving = ThreadPoolExecutor(1, "checkpoint writer"), None
+        # Not the time of day, which an administrator or NTP may set back.
         self._period_s, self._last_s = 60 * minutes, time.monotonic()
         self._found = None
         self._num_failures = 0  # in a row
@@ -48,11 +52,11 @@ class CheckpointManager:
         about = {"keep_last": args.keep_last, "minutes": args.checkpoint_minutes, "save_per_node": args.save_per_node}
         return cls(Path(args.output_dir), **about)
 
-    # A start: find the checkpoint, and claim its folder once the run has restored it
+    # A start: find the checkpoint, and take over its folder once the run has restored it
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends, as `CheckpointFolder.acquire`."""
-        watchdog.beat("locking the output folder", LOCK_WAIT_S)
+        watchdog.note_progress("locking the output folder", LOCK_WAIT_S)
         if self.save_per_node:
             from checkpointing.per_node import NodeCopies
 
@@ -63,6 +67,7 @@ class CheckpointManager:
     def is_restarted(self) -> bool:
         """Tell whether torchrun has restarted this run, by the torchrun that run.json names, and it has saved."""
 
+        # torchrun repeats the first command, whose --overwrite would now remove what the run itself has saved.
         def has_saved() -> bool:
             launched = read_json(self.folder / "run.json").get("launch")
             return launched not in (None, "") and launched == read_launch().agent and bool(numbered(self.folder))
@@ -71,15 +76,16 @@ class CheckpointManager:
 
     def read(self, resume: str) -> dict | None:
         """Return the checkpoint that `--resume` names, or None, as `CheckpointFolder.read`; print damaged ones."""
-        watchdog.beat("reading the checkpoint")
+        watchdog.note_progress("reading the checkpoint")
         if resume == "auto" and self._copies is not None:
-            self._copies.level()
+            self._copies.share_newest()
         found = collectives.call_on(self._writers if resume == "auto" else [0], self._files.read, resume)
+        # What rank 0 has found counts: ranks that each chose their own newest file might train from different steps.
         if collectives.gather_plain(found is None)[0]:
             if resume == "auto":
                 print(f"--resume auto: no checkpoint in {self.folder} yet, starting a new run")
             return None
-        payload = collectives.broadcast_bytes(found and found.payload)
+        payload = collectives.broadcast_bytes(None if found is None else found.payload)
         if found is None:
             found = Found(Path(resume), payload, load_checkpoint(payload, resume))
         if collectives.get_rank() in self._writers:
@@ -91,10 +97,11 @@ class CheckpointManager:
         """Check that the folder may be written to, as `CheckpointFolder.check`."""
         collectives.call_on(self._writers, partial(self._files.check, resume, overwrite=overwrite))
 
-    def claim(self, resume: str, run: RunState) -> None:
-        """Make the folder that of the restored run, as `CheckpointFolder.claim`."""
-        watchdog.beat("claiming the output folder")
-        collectives.call_on(self._writers, self._files.claim, resume, self._found, run)
+    def take_over(self, resume: str, run: RunState) -> None:
+        """Make the folder that of the restored run, as `CheckpointFolder.take_over`."""
+        watchdog.note_progress("claiming the output folder")
+        collectives.call_on(self._writers, self._files.take_over, resume, self._found, run)
+        # A best file that is lost is forgotten, by all ranks.
         run.bests = collectives.gather_plain(run.bests)[0]
         self._found = None
         self._last_s = time.monotonic()
@@ -127,6 +134,7 @@ class CheckpointManager:
         self.wait_for_save()
         self._step, self._best_now = run.step, run.best_now
         if collectives.is_main_process():
+            # A copy, since the next step changes the tensors while the thread still writes them.
             state = run.state_dict() if is_last else copy_to_host(run.state_dict())
             # Only now is a save in progress: what raises above leaves nothing that the end of the run would wait for.
             self._saving = self._thread.submit(self._files.save, state, self._best_now, records)
@@ -158,6 +166,7 @@ class CheckpointManager:
             return True
         self._num_failures += 1
         if is_last or self._num_failures > 1:
+            # One failure may pass, as when another job has filled the disk; a run that never saves is lost in the end.
             which = "the last checkpoint of the run" if is_last else "two checkpoints in a row"
             raise StorageError(f"{which} could not be saved: {failure}; make room for it and give --resume auto")
         print(f"warning: {failure}; training continues")
@@ -167,7 +176,8 @@ class CheckpointManager:
         """Wait for the writer when a run ends. Not collective, since an error may have ended this rank alone."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            failure = saving.exception() or saving.result()  # not raised: it would hide the error that ends the run
+            # An exception is not raised: it would hide the error that ends the run.
+            failure = saving.exception() or saving.result()
             if failure is not None:
                 print(f"warning: {failure}")
         if self._copies is not None:

@@ -1,1 +1,1 @@
-"""The processes of a run: launchers, signals, collectives, the decision of each step, and watchdogs."""
+"""The processes of a run: launchers, signals, collectives, the decision of each step, watchdogs, and ends."""

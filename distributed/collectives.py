@@ -1,14 +1,13 @@
-"""Joining and leaving the process group, and collectives over gloo that wait for no device."""
+"""Joining the process group, and collectives over gloo that wait for no device."""
 
 import builtins
 import datetime
 import json
+import math
 import os
 import platform
 import re
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,21 +19,19 @@ import torch.distributed as dist
 
 from distributed.joining import Meeting
 from distributed.launch import Launch, read_launch
-from distributed.signals import at_end
+from distributed.lending import at_end
 from distributed.watch import watchdog
-from errors import PreemptedError, UserError, counted, escaped
+from errors import UserError, counted, escaped
 
 # Minutes that bookkeeping may wait, as while rank 0 saves to a slow disk. The stall watchdog ends a run that hangs.
 PATIENCE_MIN = 24 * 60
 
-# Seconds in which the ranks that meet an error tell the others of it.
-_REPORT_S = 3.0
 
-
-class _Joined:
+class Joined:
     """This process among the others, as `join_processes` sets it."""
 
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
     store: dist.Store | None = None  # to tell the other ranks of this one's end, once
     group: dist.ProcessGroup | None = None  # all ranks over gloo, with PATIENCE_MIN as timeout
     own: dist.ProcessGroup | None = None  # torch's default group, if this project has made it
@@ -42,7 +39,7 @@ class _Joined:
     world: dist.ProcessGroup | None = None  # beside that: all ranks, for tensors of any device
 
 
-_joined = _Joined()
+joined = Joined()
 
 
 def is_dist_avail_and_initialized() -> bool:
@@ -52,7 +49,7 @@ def is_dist_avail_and_initialized() -> bool:
 
 def world_group() -> dist.ProcessGroup | None:
     """Return the group of all ranks that carries CPU tensors and the device's; None for torch's default group."""
-    return _joined.world
+    return joined.world
 
 
 def get_world_size() -> int:
@@ -79,19 +76,22 @@ def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
         return [rows]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_world_size())]
     with watchdog.waiting():
-        dist.all_gather(sizes, torch.tensor([len(rows)]), group=_joined.group)
+        dist.all_gather(sizes, torch.tensor([len(rows)]), group=joined.group)
+        # gloo's all_gather takes tensors of one shape only.
         longest = max(int(size) for size in sizes)
         padded = rows.new_zeros(longest, *rows.shape[1:])
         padded[: len(rows)] = rows
         gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=_joined.group)
+        dist.all_gather(gathered, padded, group=joined.group)
     return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
 
 
 def interleave(parts: list[torch.Tensor], size: int = 1) -> torch.Tensor:
     """Merge parts to which rows were dealt in turn, `size` at a time; with 1, row j of part r is j * len(parts) + r."""
     order = sorted((row // size, part, row) for part, rows in enumerate(parts) for row in range(len(rows)))
-    return torch.stack([parts[part][row] for _, part, row in order]) if order else parts[0]
+    if not order:
+        return parts[0]
+    return torch.stack([parts[part][row] for _, part, row in order])
 
 
 def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> bytes:
@@ -99,15 +99,22 @@ def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> b
     if not is_dist_avail_and_initialized():
         return payload
     is_source = get_rank() == src
-    group = group or _joined.group
-    size = torch.tensor([len(payload) if is_source else 0])
+    if group is None:
+        group = joined.group
+    # A process that does not know the size cannot receive; and one that was sent 0 bytes need not.
+    size = torch.zeros(1, dtype=torch.int64)
+    if is_source:
+        size[0] = len(payload)
     with watchdog.waiting():
         dist.broadcast(size, src=src, group=group)
     if size == 0:
         return b""
-    buffer = numpy.frombuffer(payload, numpy.uint8).copy() if is_source else numpy.empty(int(size), numpy.uint8)
+    buffer = numpy.empty(int(size), numpy.uint8)
+    if is_source:
+        buffer[:] = numpy.frombuffer(payload, numpy.uint8)
+    # In parts of 256 MiB: a slow network must show progress before the stall watchdog loses patience.
     for part in torch.from_numpy(buffer).split(1 << 28):
-        with watchdog.waiting():  # each part that arrives is progress
+        with watchdog.waiting():
             dist.broadcast(part, src=src, group=group)
     return payload if is_source else buffer.tobytes()
 
@@ -131,14 +138,18 @@ def call_on(ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> A
     Raises:
         UserError: the function's own, or the text of its OSError, on every rank.
     """
-    result = refusal = None
+    result = None
+    refusal = None
     if get_rank() in ranks:
         try:
             result = function(*args)
-        except (UserError, OSError) as error:  # the other ranks would wait
+        # Raised here alone, it would leave the other ranks waiting in their next collective.
+        except (UserError, OSError) as error:
             refusal = [str(error), getattr(error, "exit_code", UserError.exit_code)]
-    for text, exit_code in filter(None, gather_plain(refusal)):
-        raise UserError(text, exit_code=exit_code)
+    for answer in gather_plain(refusal):
+        if answer is not None:
+            text, exit_code = answer
+            raise UserError(text, exit_code=exit_code)
     return result
 
 
@@ -147,13 +158,15 @@ def setup_for_distributed(is_master: bool) -> None:
 
     A terminal obeys control characters, and names of classes, files and metrics may hold them: they become escapes.
     """
+    # Not the print of an earlier call, within which this one would be silent too.
     original = getattr(builtins.print, "original", builtins.print)
 
     def print_on_master(*args: Any, force: bool = False, **kwargs: Any) -> None:
-        if is_master or force:
-            # A terminal that is gone, or cannot show a name, does not end the run.
-            with suppress(OSError, ValueError):
-                original(*map(escaped, args), **kwargs)
+        if not is_master and not force:
+            return
+        # A terminal that is gone, or cannot show a name, does not end the run.
+        with suppress(OSError, ValueError):
+            original(*map(escaped, args), **kwargs)
 
     print_on_master.original = original
     builtins.print = print_on_master
@@ -172,8 +185,8 @@ def read_rank(world_size: int, dist_url: str) -> Launch:
     if not launch.is_launched and world_size > 1:
         start = f"torchrun --nproc_per_node={world_size} train.py ..."
         raise UserError(f"--world-size {world_size}, but no launcher has set RANK; start with `{start}`")
-    is_found = is_dist_avail_and_initialized() or launch.address.get("MASTER_ADDR")
-    if launch.is_launched and dist_url == "env://" and not is_found:
+    has_address = is_dist_avail_and_initialized() or launch.address.get("MASTER_ADDR")
+    if launch.is_launched and dist_url == "env://" and not has_address:
         raise UserError("RANK is set but not MASTER_ADDR and MASTER_PORT; start with torchrun, or give --dist-url")
     return launch
 
@@ -184,18 +197,30 @@ def count_cores(root: Path = Path("/")) -> int:
     The smaller of those that it may run on, and of those whose time a control group grants it (`docker --cpus`,
     `limits.cpu` of Kubernetes), rounded up. `root` is where the system's files are.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     groups = root / "proc/self/cgroup"  # of Linux
     text = groups.read_text() if groups.exists() else ""
     # Of version 1 the controllers are mounted apart, of version 2 together, and their names are empty.
     for controllers, path in re.findall(r"^\d+:((?:[^:]*,)?cpu(?:,[^:]*)?|):/(.*)", text, re.MULTILINE):
-        own = root / "sys/fs/cgroup" / ("cpu" if controllers else "") / path
-        names = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
-        for folder in [own, *own.parents]:  # in a container the path may be the host's, of which the end is here
-            with suppress(OSError, ValueError):  # there is none, or it is "max"
-                quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
-                cores = min(cores, -(-quota // period)) if quota > 0 else cores
+        mount, names = root / "sys/fs/cgroup", ["cpu.max"]
+        if controllers:
+            mount, names = mount / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        own = mount / path
+        # In a container the path may be the host's, of which the end is here; a limit of any parent counts too.
+        for folder in [own, *own.parents]:
+            cores = min(cores, _granted_cores([folder / name for name in names]))
     return cores
+
+
+def _granted_cores(paths: list[Path]) -> float:
+    """Return the cores whose time a control group's files grant, rounded up; infinity where they set no limit."""
+    try:
+        quota, period = map(int, " ".join(path.read_text() for path in paths).split())
+    except (OSError, ValueError):  # there is no such file, or it says "max"
+        return math.inf
+    return -(-quota // period) if quota > 0 else math.inf
 
 
 def has_fast_bfloat16() -> bool:
@@ -204,24 +229,32 @@ def has_fast_bfloat16() -> bool:
     A step of a ResNet-18 took, compared with float32, 0.65 times as long with AVX-512 BF16, 1.7 with AVX-512 alone, 10
     with AVX2 and 5 with SSE4.1.
     """
-    has_instructions = torch.cpu._is_avx512_bf16_supported() or platform.machine() not in ("x86_64", "AMD64")
+    # Of other processors torch's own answer counts, below.
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or not is_x86
     return has_instructions and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def find_accelerator() -> str | None:
     """Return the kind of accelerator that this machine has and torch can use, or None."""
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator().type
 
 
 def choose_gpu(launch: Launch, device: str) -> int:
     """Return the index of this process's accelerator; UserError if there are more processes than devices."""
-    gpu = launch.local_rank if launch.is_launched else torch.device(device).index or 0
-    # A launcher may show each process its own GPU only; then that one is number 0.
+    gpu = launch.local_rank
+    if not launch.is_launched:
+        gpu = torch.device(device).index or 0
     num_devices = torch.accelerator.device_count()
     if torch.device(device).type != "cpu" and 1 < num_devices < launch.num_local:
         found = f"{launch.num_local} processes were started on this machine, which shows them {num_devices} devices"
         raise UserError(f"{found}; start one process for each device")
-    return gpu % num_devices if num_devices else gpu
+    if num_devices == 0:
+        return gpu
+    # A launcher may show each process its own GPU only; then that one is number 0.
+    return gpu % num_devices
 
 
 def choose_backend(device: str) -> str:
@@ -239,9 +272,11 @@ def raise_file_limit(world_size: int) -> None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
-    if most < (least := 3 * world_size + 20):
+    least = 3 * world_size + 20
+    if most < least:
         raise UserError(f"{world_size} processes need {least} open files each; `ulimit -Hn` allows {hard}: raise it")
-    if soft != resource.RLIM_INFINITY and soft < (needed := min(least + 1000, most)):
+    needed = min(least + 1000, most)
+    if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
@@ -267,20 +302,25 @@ def join_processes(args: Any) -> None:
         join_existing(choose_backend(args.device), timeout)
         return
     print(f"joining {counted(args.world_size, 'process')} at {args.dist_url}", flush=True)
-    watchdog.beat("joining")
+    watchdog.note_progress("joining")
     launch = read_launch(world_size=args.world_size)
     os.environ.update(launch.environment())
     # A launcher's address wins; --dist-url is for starts without one.
     url = "env://" if "MASTER_ADDR" in launch.address else args.dist_url
     store = Meeting(launch, url, timeout).open_store()
-    _joined.store, _joined.rank, _joined.world_size = store, args.rank, args.world_size
+    joined.store = store
+    joined.rank = args.rank
+    joined.world_size = args.world_size
     store.delete_key(f"end/{args.rank}")  # of an earlier attempt
+    # A connection of its own: the watchdog must hear while another thread waits in a call of the store.
     watchdog.connect(store.clone(), args.world_size)
     numbers = {"world_size": args.world_size, "rank": args.rank}
     with watchdog.waiting():
         dist.init_process_group(choose_backend(args.device), store=store, timeout=timeout, **numbers)
-        _joined.own, _joined.world = dist.group.WORLD, None
-        _joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
+        joined.own = dist.group.WORLD
+        joined.world = None
+        # For bookkeeping: the timeout of a step must be short, and would end a run whose rank 0 saves to a slow disk.
+        joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
         dist.barrier()
 
 
@@ -289,72 +329,12 @@ def join_existing(backend: str, timeout: datetime.timedelta) -> None:
 
     They are kept for the next run in these processes, and end with the default one.
     """
-    shared = dist.group.WORLD, backend, timeout
-    if _joined.shared != shared:
+    shared = (dist.group.WORLD, backend, timeout)
+    if joined.shared != shared:
         print(f"joining {counted(get_world_size(), 'process')} of a process group that is there already", flush=True)
         with watchdog.waiting():
-            _joined.world = dist.new_group(backend=backend, timeout=timeout)
-            _joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
-        _joined.shared = shared
+            joined.world = dist.new_group(backend=backend, timeout=timeout)
+            joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
+        joined.shared = shared
     store = dist.PrefixStore("touchstone", dist.distributed_c10d._get_default_store())
     watchdog.connect(store.clone(), get_world_size())
-
-
-def report_end(error: BaseException) -> BaseException:
-    """Return a one-line error instead of one by which gloo or NCCL lost another rank, and any other unchanged.
-
-    Call it for the error that ends a process: it tells the other ranks of it, and so which rank is silent.
-    """
-    watchdog.await_end()
-    if _joined.store is None or isinstance(error, PreemptedError | SystemExit):
-        return error
-    store, _joined.store = _joined.store, None
-    rank, world_size = _joined.rank, _joined.world_size
-    is_lost = isinstance(error, dist.DistError)
-    # Of the transport, which does not always name itself.
-    is_lost = is_lost or (isinstance(error, RuntimeError) and re.search("gloo|pair closure|[Cc]onnection", str(error)))
-    ends = {rank: b"lost" if is_lost else b"error"}
-    # In a thread, since a store whose network is gone does not answer.
-    exchange = threading.Thread(target=_exchange_ends, args=(store, rank, world_size, ends), daemon=True)
-    exchange.start()
-    exchange.join(2 * _REPORT_S)
-    if not is_lost:
-        return error
-    failed = sorted(other for other, end in ends.items() if end == b"error")
-    silent = sorted({*range(world_size)} - ends.keys())
-    if failed:
-        why = f"rank {', '.join(map(str, failed))} failed; see the error in its own output"
-    elif silent:
-        why = (
-            f"no answer from rank {', '.join(map(str, silent))}: stopped, killed, hanging, or its network is gone; "
-            "look at its output, `py-spy dump` and the system's log (out of memory?); --resume auto continues"
-        )
-    else:
-        why = "all ranks are there, but one was stopped (a suspended job), or the network between them fails"
-    cause = "timed out (--dist-timeout)" if re.search("[Tt]imed? ?out", str(error)) else "connection lost"
-    is_first = rank == min(ends.keys() - {*failed})
-    return UserError(f"{cause} while {watchdog.stage}: {why}", exit_code=1, is_of_one_rank=is_first)
-
-
-def _exchange_ends(store: dist.Store, rank: int, world_size: int, ends: dict[int, bytes]) -> None:
-    """Tell the other ranks how this one ends; if it has lost one, note how they end."""
-    end_s = time.monotonic() + _REPORT_S
-    with suppress(RuntimeError):  # the store's host is gone
-        store.set(f"end/{rank}", ends[rank])
-        while ends[rank] == b"lost" and time.monotonic() < end_s and len(ends) < world_size:
-            ended = [each for each in range(world_size) if each not in ends and store.check([f"end/{each}"])]
-            ends |= {each: store.get(f"end/{each}") for each in ended}
-            time.sleep(0.05)
-
-
-def shut_down() -> None:
-    """Leave the process group, if it is our own, after the last collective. Collective: every rank must call it.
-
-    Without the barrier some runs abort while they end: a rank tears down connections that another still uses.
-    """
-    if is_dist_avail_and_initialized():
-        watchdog.beat("leaving the other processes")
-        with watchdog.waiting():
-            dist.all_reduce(torch.zeros(1), group=_joined.world)  # in a group that does not wait for a day
-        if _joined.own is dist.group.WORLD:
-            dist.destroy_process_group()

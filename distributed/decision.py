@@ -27,36 +27,48 @@ class StepDecisions:
     """Combine the votes of all ranks into one decision a step, during the next step's computation.
 
     A vote is `Decision.is_save_due` and `is_written` of this process; the signal that it has received counts too.
+
+    All ranks must leave after the same step, or those that go on wait in their next collective for those that left; and
+    a signal reaches the ranks at different steps, or only one of them. To wait for the votes of the present step would
+    leave the device idle while the slowest rank answers, so they travel during the next step, and are read at its end.
     """
 
     def __init__(self, signals: Signals) -> None:
-        self.signals, self._begun = signals, None
+        self.signals = signals
+        self._begun = None  # the request and its integers, of the votes that are under way
 
     def begin(self, *vote: bool) -> None:
         """Begin to combine the votes of all ranks. Collective: every rank must call it."""
         if self._begun is not None:
+            request, _ = self._begun
             with watchdog.waiting():
-                self._begun[0].wait()  # of the step before, whose result was not needed
+                request.wait()  # of the step before, whose result was not needed
         if collectives.get_world_size() > 1:
-            integers = torch.tensor(self._as_integers(*vote))  # on the host: no device is waited for
-            group = collectives.world_group()
-            self._begun = dist.all_reduce(integers, dist.ReduceOp.MAX, group, async_op=True), integers
+            # On the host, and so over gloo: no device is waited for. By the maximum one rank's wish is enough.
+            integers = torch.tensor(self._as_integers(*vote))
+            request = dist.all_reduce(integers, dist.ReduceOp.MAX, collectives.world_group(), async_op=True)
+            self._begun = (request, integers)
 
     def result(self, *vote: bool) -> Decision:
         """Return the decision begun last, or `CONTINUE`; a single process decides by its present vote. Collective."""
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         if collectives.get_world_size() == 1:
-            stop, *rest = self._as_integers(*vote)
+            # Nobody else has a say, so no step is lost.
+            stop, is_save_due, is_written = self._as_integers(*vote)
         elif begun is None:
             return CONTINUE
         else:
+            request, integers = begun
             with watchdog.waiting():
-                begun[0].wait()
-            stop, *rest = begun[1].tolist()
-        name = signal.Signals(stop >> 32).name if stop else ""
-        if stop and collectives.get_world_size() > 1:
-            name += f" on rank {stop & 0xFFFFFFFF}"
-        return Decision(name, *map(bool, rest))
+                request.wait()
+            stop, is_save_due, is_written = integers.tolist()
+        cause = ""
+        if stop:
+            cause = signal.Signals(stop >> 32).name
+            if collectives.get_world_size() > 1:
+                cause += f" on rank {stop & 0xFFFFFFFF}"
+        return Decision(cause, bool(is_save_due), bool(is_written))
 
     def decide(self, *vote: bool) -> Decision:
         """Combine the votes of all ranks, and wait for the decision. Collective: every rank must call it."""
@@ -65,8 +77,12 @@ class StepDecisions:
 
     def _as_integers(self, is_save_due: bool = False, is_written: bool = False) -> list[int]:
         """Return this process's vote as integers, whose maxima over all ranks are the decision."""
+        stop = 0
         number = self.signals.number
-        return [number << 32 | collectives.get_rank() if number else 0, int(is_save_due), int(is_written)]
+        if number:
+            # Signal and rank in one integer: two maxima could name a signal and a rank that never had it.
+            stop = number << 32 | collectives.get_rank()
+        return [stop, int(is_save_due), int(is_written)]
 
 
 class WatchedLoader:
@@ -77,7 +93,9 @@ class WatchedLoader:
     """
 
     def __init__(self, loader: Any, decisions: StepDecisions, stop: Callable[[str], None]) -> None:
-        self.loader, self.decisions, self.stop = loader, decisions, stop
+        self.loader = loader
+        self.decisions = decisions
+        self.stop = stop
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -87,10 +105,12 @@ class WatchedLoader:
 
     def __iter__(self) -> Iterator:
         """Yield the batches. Collective: every rank must iterate to the end."""
+        # A rank with fewer batches must vote as often as the others, which would wait for it.
         rounds = max(collectives.gather_plain(len(self.loader)))
         batches = iter(self.loader)
         for number in range(rounds):
-            if cause := self.decisions.decide().stop:
+            cause = self.decisions.decide().stop
+            if cause:
                 self.stop(cause)
             if number < len(self.loader):
                 yield next(batches)

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from distributed.launch import Launch
 from distributed.watch import watchdog
-from errors import UserError, counted, say
+from errors import UserError, counted, write_stderr
 
-# Seconds between two lines on who is missing, and the longest between two looks.
-_LINE_S, _LOOK_S = 60.0, 1.0
+# Seconds between two lines on who is missing, and the longest between two questions to the store.
+_LINE_S = 60.0
+_POLL_S = 1.0
 
 
 class Meeting:
@@ -28,8 +29,11 @@ class Meeting:
     """
 
     def __init__(self, launch: Launch, url: str, timeout: timedelta) -> None:
-        self.launch, self.url, self.timeout = launch, url, timeout
-        self._is_over, self._lacking = threading.Event(), f"{url} does not answer"
+        self.launch = launch
+        self.url = url
+        self.timeout = timeout
+        self._is_over = threading.Event()
+        self._lacking = f"{url} does not answer"
 
     def open_store(self) -> dist.Store:
         """Return the store at which all processes have met.
@@ -37,18 +41,19 @@ class Meeting:
         Raises:
             UserError: rank 0 cannot be reached, processes are missing, or launchers tell of different numbers of them.
         """
-        found, start_s = Future(), time.monotonic()
+        found = Future()
+        start_s = time.monotonic()
         next_line_s = start_s + _LINE_S
         # In a thread: torch's client waits without an end, deaf to signals, for a process that is stopped or no store.
         threading.Thread(target=self._meet_into, args=(found,), daemon=True, name="meeting").start()
         try:
             while time.monotonic() < start_s + self.timeout.total_seconds():
-                watchdog.beat()
+                watchdog.note_progress()
                 try:
-                    return found.result(min(self.timeout.total_seconds(), _LOOK_S))
+                    return found.result(min(self.timeout.total_seconds(), _POLL_S))
                 except TimeoutError:
                     if time.monotonic() > next_line_s and self.launch.local_rank == 0:
-                        say(self._lacking)
+                        write_stderr(self._lacking)
                         next_line_s += _LINE_S
         finally:
             self._is_over.set()
@@ -71,6 +76,7 @@ class Meeting:
             host, port = address[1], int(address[2])
         else:
             return next(dist.rendezvous(self.url, launch.rank, launch.world_size, timeout=self.timeout))[0]
+        # Then torchrun itself holds the store at this address, and rank 0 is a client as the others are.
         has_agent = self.url == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if launch.rank == 0 and not has_agent:
             store = self._serve(port)
@@ -80,7 +86,7 @@ class Meeting:
         # torchrun's store outlives a restart and keeps the addresses of dead processes, so each attempt has its own
         # keys. Not on several nodes: each torchrun counts its own restarts there, so the numbers may differ.
         if launch.num_nodes == 1:
-            store = dist.PrefixStore(f"attempt{launch.attempt}", store)
+            store = dist.PrefixStore(f"attempt{launch.num_restarts}", store)
         self._await_all(store)
         return store
 
@@ -90,7 +96,9 @@ class Meeting:
         try:
             return dist.TCPStore("localhost", port, is_master=True, **keeping)
         except dist.DistError as error:
-            reason = "it is in use" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
+            if "EADDRINUSE" in str(error):
+                reason = "it is in use"
             raise UserError(f"rank 0 cannot listen on port {port}: {reason}; give another MASTER_PORT") from error
 
     def _reach(self, host: str, port: int) -> None:
@@ -98,38 +106,41 @@ class Meeting:
         begin = f"rank {self.launch.rank} cannot reach rank 0 at {host}:{port}"
         while not self._is_over.is_set():
             try:
+                # Not torch's client, which says neither that a name is unknown nor that nobody listens there.
                 socket.create_connection((host, port), timeout=5.0).close()
                 break
             except socket.gaierror:
                 self._lacking = f"{begin}: the name {host} cannot be resolved"
             except OSError as error:
                 self._lacking = f"{begin}: {error.strerror or error}"
-            time.sleep(_LOOK_S / 4)
+            time.sleep(_POLL_S / 4)
         self._lacking = f"{begin}: what listens there does not answer; it is stopped, or another program"
 
     def _await_all(self, store: dist.Store) -> None:
         """Wait until all processes have come to the store, and check that they count as many of them."""
-        rank, world_size = self.launch.rank, self.launch.world_size
+        rank = self.launch.rank
+        world_size = self.launch.world_size
         keys = [f"joined/{each}" for each in range(world_size)]
         store.set(keys[rank], str(world_size))
         # Rank 0 looks at each of them, the others at rank 0 alone: a thousand ranks would ask a million times.
         seen = range(world_size) if rank == 0 else [0]
         pause_s = 0.01
         while not self._is_over.is_set():
+            # Asked before the ranks are read: what is complete now has been compared when this returns.
             is_complete = store.check(keys)
             here = [each for each in seen if store.check([keys[each]])]
             for each in here:
-                theirs = int(store.get(keys[each]))
-                if theirs != world_size:
-                    line = f"rank {rank} is one of {counted(world_size, 'process')}, but rank {each} one of {theirs}"
+                told = int(store.get(keys[each]))
+                if told != world_size:
+                    line = f"rank {rank} is one of {counted(world_size, 'process')}, but rank {each} one of {told}"
                     raise UserError(f"{line} (WORLD_SIZE); start all with the same number", is_of_one_rank=True)
             if is_complete:
                 return
-            missing = ", ".join(str(each) for each in seen if each not in here)[:60]
-            self._lacking = f"rank {rank} waits for others at rank 0's store"
             if rank == 0:
-                self._lacking = (
-                    f"{len(here)} of {counted(world_size, 'process')} have joined, no word from rank {missing}"
-                )
+                missing = ", ".join(str(each) for each in seen if each not in here)[:60]
+                joined = f"{len(here)} of {counted(world_size, 'process')} have joined"
+                self._lacking = f"{joined}, no word from rank {missing}"
+            else:
+                self._lacking = f"rank {rank} waits for others at rank 0's store"
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LOOK_S)
+            pause_s = min(2 * pause_s, _POLL_S)

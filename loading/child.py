@@ -31,20 +31,24 @@ def in_child(work: Callable[[], bytes], timeout_s: float | None = None) -> bytes
     if Client.pid == os.getpid():
         return work()
     reader, writer = os.pipe()
-    child = os.fork()  # not multiprocessing's, which would close standard input, and wait for a thread that reads it
+    # Not multiprocessing's, which would close standard input, and wait for a thread that reads it.
+    child = os.fork()
     if not child:
         try:
             signals.end_with_parent(signal.SIGKILL)
             with open(writer, "wb") as file:
                 try:
                     file.write(b"+" + work())
-                except BaseException as error:  # a byte of its kind, and its text: nothing is unpickled
-                    file.write(f"{'~' if isinstance(error, PassingError) else '-'}{error}".encode())
+                except BaseException as error:
+                    # A byte of its kind, and its text. Unpickling what a child sends could run code of a bad file.
+                    kind = "~" if isinstance(error, PassingError) else "-"
+                    file.write(f"{kind}{error}".encode())
         finally:
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as file:
         if not select.select([file], [], [], timeout_s)[0]:
+            # A process that waits for a hung disk does not even die: waiting for it would hang this one too.
             os.kill(child, signal.SIGKILL)
             raise TimeoutError
         content = file.read()
@@ -52,4 +56,7 @@ def in_child(work: Callable[[], bytes], timeout_s: float | None = None) -> bytes
     if content[:1] == b"+":
         return content[1:]
     text = content[1:].decode(errors="replace") or "the process that was reading it ended"
-    raise (UserError if content[:1] == b"-" else PassingError)(text)
+    if content[:1] == b"-":
+        raise UserError(text)
+    # One that ended without a word, perhaps for lack of memory, may succeed at another try.
+    raise PassingError(text)

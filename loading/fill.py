@@ -29,13 +29,14 @@ def start_filling(options: dict) -> subprocess.Popen:
 
 def chunks(pack: RemotePack) -> Iterator[tuple[int, int]]:
     """Yield the first and last image of each piece of a shard whose images are all to be fetched, in order."""
-    chunk = []
+    chunk: list[int] = []
     shards, offsets, sizes = (pack.columns[name] for name in ("shards", "offsets", "sizes"))
     for number in pack.cache.missing():
-        is_next = chunk and number == chunk[-1] + 1 and shards[number] == shards[chunk[0]]
-        if chunk and not (is_next and offsets[number] + sizes[number] - offsets[chunk[0]] <= _CHUNK_BYTES):
-            yield chunk[0], chunk[-1]
-            chunk = []
+        if chunk:
+            is_next = number == chunk[-1] + 1 and shards[number] == shards[chunk[0]]
+            if not is_next or offsets[number] + sizes[number] - offsets[chunk[0]] > _CHUNK_BYTES:
+                yield chunk[0], chunk[-1]
+                chunk = []
         chunk.append(number)
     if chunk:
         yield chunk[0], chunk[-1]
@@ -44,6 +45,7 @@ def chunks(pack: RemotePack) -> Iterator[tuple[int, int]]:
 def fill(pack: RemotePack) -> None:
     """Fetch what the cache lacks until it is full or nobody wants it, unless another process is at it already."""
     with open(open_regular(pack.cache.folder / "filling", os.O_RDWR | os.O_CREAT), "r+b") as lock:
+        # Not `flock`, which a forked child of a dead holder goes on holding.
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -57,8 +59,10 @@ def fill(pack: RemotePack) -> None:
 
 def main() -> None:
     """Fill the caches of the splits in the command line's JSON."""
+    # Loader processes, which training waits for, come first.
     os.nice(5)
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()  # at the parent's end
+    # Standard input ends with the parent, however that ends.
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     options = json.loads(sys.argv[1])
     try:
         # All are opened first: once a client has threads, no process can be forked that reads an index.

@@ -16,7 +16,6 @@ import numpy
 
 from errors import UserError, counted, did_you_mean, is_printable, one_line
 from files import open_to_read
-from loading.decode import HEIC_REMEDY, can_read_heic
 from loading.index import CLASSES, ImageIndex, Location, Scan, encode
 from loading.source import HEIC_EXTENSIONS, PHONE_EXTENSIONS, Source, encoded
 from settings.choices import FORMS
@@ -47,16 +46,19 @@ class ListIndex(ImageIndex):
     @classmethod
     def find(cls, root: Path) -> list[Source]:
         """Return the lists of this split next to its folder, then those of all splits."""
-        names = [root.name, *(["images"] if root.name in SPLITS else [])]
+        names = [root.name, "images"] if root.name in SPLITS else [root.name]
         paths = [root.parent / f"{name}{ending}" for name in names for ending in SEPARATORS]
         return [cls(root, path, [path], root.parent / CLASSES) for path in paths if os.path.lexists(path)]
 
     def path(self, number: int) -> str:
         """Return the path of an image."""
-        name, cut = self.name(number), int(self.arrays["locations"][number, 0])
-        rest = name if cut & _CLASS else name.partition("/")[2]
-        rest = f"{self.root.name}/{rest}" if cut & _SPLIT else rest
-        return os.path.join("/" if cut & _ROOT else self.root.parent, rest)
+        path = self.name(number)
+        cut = int(self.arrays["locations"][number, 0])
+        if not cut & _CLASS:
+            path = path.partition("/")[2]
+        if cut & _SPLIT:
+            path = f"{self.root.name}/{path}"
+        return os.path.join("/" if cut & _ROOT else self.root.parent, path)
 
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of the list, and return the classes."""
@@ -66,19 +68,22 @@ class ListIndex(ImageIndex):
         self._check_paths(rows)
         if not rows:
             raise UserError(f"{self.where} lists no images of {self.root.name}")
+        # Refused at the start, and not at the first of them in the middle of an epoch.
         heics = [path for _, path, _ in rows if path.lower().endswith(HEIC_EXTENSIONS)]
-        if heics and not can_read_heic():
-            raise UserError(
-                f"{self.where} lists {counted(len(heics), 'HEIC file')}, such as {heics[0]!r}, {HEIC_REMEDY}"
-            )
+        if heics:
+            from loading.heic import require_heic
+
+            require_heic(f"{self.where} lists {counted(len(heics), 'HEIC file')}, such as {heics[0]!r}")
+        texts = [label for _, _, label in rows]
         if self.separator is None:
-            classes, labels = number_labels(self, scan, [label for _, _, label in rows])
+            classes, labels = number_labels(self, scan, texts)
             folders = classes
-            if several := [name for name in classes if re.search("[,;|]", name)]:
+            several = [name for name in classes if re.search("[,;|]", name)]
+            if several:
                 words = f"such as {several[0]!r}, is one label here; --multi-label reads several labels per image"
                 print(one_line(f"{self.where}: {counted(len(several), 'class')} with a separator in its name, {words}"))
         else:
-            classes, labels, folders = self._number_sets([label for _, _, label in rows], scan)
+            classes, labels, folders = self._number_sets(texts, scan)
         found: dict[tuple, Location] = {}
         for (line, path, _), label, file in zip(rows, labels, self._hash_files(rows), strict=True):
             name, cut = _name(path, folders[label], self.root.name)
@@ -104,12 +109,22 @@ class ListIndex(ImageIndex):
 
     def _check_paths(self, rows: list[tuple[int, str, str]]) -> None:
         """Raise UserError if some paths are no image's: the first, why, and the lines of others."""
-        wrong = [(line, path, reason) for line, path, _ in rows if (reason := self._why_no_image(path))]
-        if wrong:
-            line, path, reason = wrong[0]
-            lines = ", ".join(str(each[0]) for each in wrong[1:10]) + ", ..." * (len(wrong) > 10)
-            more = f"; {counted(len(wrong) - 1, 'other path')} of this list too: lines {lines}" if lines else ""
-            raise UserError(f"{self.where}, line {line}: {path!r} {reason}{more}")
+        # All rows, though the first is enough to refuse the list: whoever corrects it wants to do so once.
+        wrong = []
+        for line, path, _ in rows:
+            reason = self._why_no_image(path)
+            if reason:
+                wrong.append((line, path, reason))
+        if not wrong:
+            return
+        line, path, reason = wrong[0]
+        message = f"{self.where}, line {line}: {path!r} {reason}"
+        if len(wrong) > 1:
+            lines = ", ".join(str(each[0]) for each in wrong[1:10])
+            if len(wrong) > 10:
+                lines += ", ..."
+            message += f"; {counted(len(wrong) - 1, 'other path')} of this list too: lines {lines}"
+        raise UserError(message)
 
     def _why_no_image(self, path: str) -> str:
         if ".." in path.split("/"):
@@ -117,8 +132,9 @@ class ListIndex(ImageIndex):
         if not path.lower().endswith((*self.extensions, *PHONE_EXTENSIONS)):
             known = " ".join((*self.extensions, *PHONE_EXTENSIONS))
             return f"has none of the extensions {known}; write the full file name, or give --extensions"
-        is_there = os.path.isfile(os.path.join(self.root.parent, path))
-        return "" if is_there else f"is not a file; paths are relative to {self.root.parent}, or absolute"
+        if os.path.isfile(os.path.join(self.root.parent, path)):
+            return ""
+        return f"is not a file; paths are relative to {self.root.parent}, or absolute"
 
     def _number_sets(self, texts: list[str], scan: Scan) -> tuple[list[str], list[int], list[str]]:
         """Return the classes, the row of each text in `scan.label_sets`, and a folder's name for each row."""
@@ -168,12 +184,14 @@ def number_labels(
             numbers = f"its labels are numbers up to {classes[-1]}, and {missing[0]} has no image"
             raise UserError(f"{source.where}: {numbers}; {remedy}")
     else:
-        value = float if all(re.fullmatch(r"-?\d+(\.\d+)?", label) for label in labels) else str
-        classes = sorted(sorted(set(labels)), key=value)
+        classes = sorted(set(labels))
+        if all(re.fullmatch(r"-?\d+(\.\d+)?", label) for label in labels):
+            classes.sort(key=float)
     if source.class_list is None and classes != sorted(classes):
         print(one_line(f"{source.where}: classes are in numeric order (2, 10), unlike class folders (10, 2)"))
     numbers = {name: number for number, name in enumerate(classes)}
-    if unknown := sorted(set(labels) - numbers.keys()):
+    unknown = sorted(set(labels) - numbers.keys())
+    if unknown:
         where = origins[labels.index(unknown[0])] if origins else source.where
         hint = did_you_mean(unknown[0], classes)
         raise UserError(f"{where}: {CLASSES} has no class {unknown[0]}{hint}; it lists {len(classes)}")
@@ -182,14 +200,16 @@ def number_labels(
 
 def as_label(value: object) -> str | None:
     """Return a label as text, without spaces around it or zeros in front; None for neither text nor a whole number."""
-    text = str(value) if type(value) is int else value
-    if not isinstance(text, str):
+    if type(value) is int:  # and no bool, which JSON's true becomes
+        value = str(value)
+    if not isinstance(value, str):
         return None
-    text = text.strip()
+    text = value.strip()
     return str(int(text)) if _is_number(text) else text
 
 
 def _is_number(label: str) -> bool:
+    # A longer one counts as a name: it might not fit into 64 bits.
     return label.isdecimal() and len(label) < 19
 
 
@@ -213,20 +233,22 @@ def _hashes(source: Source) -> numpy.ndarray:
 def _hash_file(path: str) -> int:
     """Return a number for a file, the same by every path and link to it."""
     path = os.path.join(_real_folder(os.path.dirname(path)), os.path.basename(path))
-    path = os.path.realpath(path) if os.path.islink(path) else path
+    if os.path.islink(path):
+        path = os.path.realpath(path)
     return int.from_bytes(hashlib.sha256(encoded(path)).digest()[:8], signed=True)
 
 
+# A `realpath` asks for each part of a path: once for a folder, and not for each of its thousand images.
 _real_folder = functools.lru_cache(maxsize=4096)(os.path.realpath)
 
 
 def _name(path: str, class_name: str, split: str) -> tuple[str, int]:
     """Return an image's name, class/file, and what of the path it leaves out or holds as the class."""
-    rest, cut = "/".join(part for part in path.split("/") if part not in ("", ".")), 0
-    if path.startswith("/"):
-        cut = _ROOT
-    elif rest.startswith(f"{split}/"):
+    rest = "/".join(part for part in path.split("/") if part not in ("", "."))
+    cut = _ROOT if path.startswith("/") else 0
+    if not cut and rest.startswith(f"{split}/"):
         rest, cut = rest.removeprefix(f"{split}/"), _SPLIT
+    # So a list of class folders' files has their names, and with them their order and fingerprint.
     if rest.startswith(f"{class_name}/"):
         return rest, cut + _CLASS
     return f"{class_name}/{rest}", cut
@@ -255,6 +277,7 @@ def with_slashes(path: str, folder: Path) -> str:
     """Return a path; one that is no file as it stands with slashes for Windows' backslashes, and a Mac's umlauts."""
     if (path.isascii() and "\\" not in path) or os.path.isfile(folder / path):
         return path
+    # An umlaut is one character or two (NFC, NFD), and a list may have another form than the disk.
     slashed = path.replace("\\", "/")
     forms = (slashed, *(unicodedata.normalize(form, slashed) for form in ("NFC", "NFD")))
     return next((each for each in forms if os.path.isfile(folder / each)), slashed)
@@ -266,8 +289,10 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
             if len(line) == _MAX_LINE_BYTES:
                 raise UserError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES:,} bytes; is it a list?")
+            # Spreadsheets write a mark in front of the first line.
+            encoding = "utf-8-sig" if number == 1 else "utf-8"
             try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                yield number, line.decode(encoding).rstrip("\r\n")
             except UnicodeDecodeError as error:
                 raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason}); save it as UTF-8") from error
 
@@ -277,31 +302,44 @@ def _read_rows(path: Path, split: str, separator: str | None = None) -> Iterator
 
     UserError if a row lacks one of them, or the list does not say of which split its images are.
     """
-    is_of_all, has_splits = path.stem == "images", split in SPLITS
+    is_of_all = path.stem == "images"
+    has_splits = split in SPLITS
     allowed = SPLITS if is_of_all else (split,)
     needed = ("path", "label", "split") if is_of_all and split != "train" else ("path", "label")
     for line, row in read_table(path, needed, ("split",) if has_splits else ()):
         where = f"{path}, line {line}"
-        labels, own_split = _labels_of(row["label"], separator), row.get("split", allowed[0]) if has_splits else split
-        is_text = {"path": _is_text(row["path"]), "split": _is_text(own_split), "label": all(map(_is_text, labels))}
-        if wrong := [name for name in is_text if not is_text[name]]:
-            hint = " (several labels need --multi-label)" if isinstance(row["label"], list) and not separator else ""
-            raise UserError(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; expected one name or number{hint}")
-        if separator is not None and (cut := [each for each in labels if separator in each]):
-            raise UserError(f"{where}: label {cut[0]!r} contains {separator!r}; give --multi-label another separator")
+        labels = _labels_of(row["label"], separator)
+        own_split = row.get("split", allowed[0]) if has_splits else split
+        _check_row(where, row, own_split, labels, separator)
         if own_split not in allowed:
             raise UserError(f"{where}: split {own_split!r}; expected {' or '.join(allowed)}")
         for label in labels:
             check_class(where, label)
-        if not is_of_all or own_split == split:
+        if own_split == split or not is_of_all:
             yield line, row["path"], (separator or "").join(sorted(set(labels)))
+
+
+def _check_row(where: str, row: dict, own_split: object, labels: list[str | None], separator: str | None) -> None:
+    """Raise UserError for the first value of a row that is no text, or a label that holds the separator."""
+    are_texts = {"path": _is_text(row["path"]), "split": _is_text(own_split), "label": all(map(_is_text, labels))}
+    for name, is_right in are_texts.items():
+        if not is_right:
+            expected = "expected one name or number"
+            if isinstance(row["label"], list) and not separator:
+                expected += " (several labels need --multi-label)"
+            raise UserError(f"{where}: {name} is {row[name]!r}; {expected}")
+    for label in labels:
+        if separator is not None and separator in label:
+            raise UserError(f"{where}: label {label!r} contains {separator!r}; give --multi-label another separator")
 
 
 def _labels_of(value: object, separator: str | None) -> list[str | None]:
     """Return the labels in a value, each as `as_label`; without a separator one, which may be empty."""
     if separator is None:
         return [as_label(value)]
-    values = value.split(separator) if isinstance(value, str) else value if isinstance(value, list) else [value]
+    if isinstance(value, str):
+        value = value.split(separator)
+    values = value if isinstance(value, list) else [value]
     return [label for label in map(as_label, values) if label != ""]
 
 
@@ -318,9 +356,10 @@ def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) 
     if path.suffix not in SEPARATORS or not path.is_file():
         raise UserError(f"{path} is not an existing {', '.join(SEPARATORS)} file; write one with {', '.join(needed)}")
     separator = SEPARATORS[path.suffix]
-    read = {*needed, *optional}
-    for line, row in _read_objects(path) if separator is None else _read_columns(path, separator, read):
-        if lacking := [name for name in needed if name not in row]:
+    rows = _read_objects(path) if separator is None else _read_columns(path, separator, {*needed, *optional})
+    for line, row in rows:
+        lacking = [name for name in needed if name not in row]
+        if lacking:
             columns = ", ".join(map(str, row)) or "none"
             expected = f"{', '.join(needed)}, separated by {'tabs' if separator == chr(9) else 'commas or semicolons'}"
             found = f"no column {lacking[0]}; line {1 if separator else line} has {columns}"
@@ -330,14 +369,15 @@ def read_table(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) 
 
 def _read_objects(path: Path) -> Iterator[tuple[int, dict]]:
     for number, line in _read_lines(path):
+        if not line:
+            continue
         try:
-            row = json.loads(line) if line else None
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: not JSON ({error}); write one object per line") from error
-        if line and not isinstance(row, dict):
+        if not isinstance(row, dict):
             raise UserError(f"{path}, line {number}: expected an object with path and label")
-        if line:
-            yield number, row
+        yield number, row
 
 
 def _read_columns(path: Path, separator: str, read: Collection[str]) -> Iterator[tuple[int, dict]]:
@@ -350,7 +390,8 @@ def _read_columns(path: Path, separator: str, read: Collection[str]) -> Iterator
         columns = [name.strip().lower() for name in next(reader, [])]
         if len(set(columns)) < len(columns):
             raise UserError(f"{path}: duplicate column: {', '.join(columns)}")
-        if unread := [name for name in columns if name not in read]:
+        unread = [name for name in columns if name not in read]
+        if unread:
             print(one_line(f"{path}: {counted(len(unread), 'column')} not read: {', '.join(unread)}"))
         for row in filter(None, reader):
             if len(row) != len(columns):

@@ -52,8 +52,11 @@ def explain_missing(root: Path, has_train: Callable[[], bool]) -> UserError:
 
 def _find_misnamed(root: Path, folders: Sequence[str]) -> UserError | None:
     """Return the error of a split that is a folder of another name, or an archive, with the command that helps."""
-    moves = {split: f"mv {name} {split}" for split, known in _OTHER_NAMES.items() if split not in folders
-             for name in folders if name.lower() in known}  # fmt: skip
+    moves = {}
+    for split, known in _OTHER_NAMES.items():
+        for name in folders:
+            if name.lower() in known and split not in folders:
+                moves[split] = f"mv {name} {split}"
     words = f"--data-path {root.parent} has no {root.name}/"
     if root.name in moves:
         command = f"cd {shlex.quote(str(root.parent))} && {' && '.join(moves.values())}"

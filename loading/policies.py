@@ -9,12 +9,15 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode
 
-from errors import ImageError, UserError, one_line, require_timm
+from errors import ImageError, UserError, one_line
+from settings.packages import require_timm
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """Keep `bits` bits of each channel. timm's own function passes 0 on, which Pillow refuses from version 13 on."""
-    return Image.new(image.mode, image.size) if bits < 1 else ImageOps.posterize(image, min(bits, 8))
+    if bits < 1:
+        return Image.new(image.mode, image.size)
+    return ImageOps.posterize(image, min(bits, 8))
 
 
 class TimmPolicy:
@@ -47,6 +50,8 @@ class TimmPolicy:
 
     def __call__(self, image: Image.Image) -> Image.Image:
         """Augment one image; seeds numpy's generator, from which timm draws as well, from torch's."""
+        # An image's draws depend on its address alone, and that seeds torch's generator; numpy's would go on from image
+        # to image.
         numpy.random.seed(int(torch.randint(1 << 32, ())))
         return self.policy(image)
 

@@ -28,38 +28,46 @@ class Progress:
     """
 
     def __init__(self, work: str, total: int = 0, unit: str = "", *, total_bytes: int = 0, first: int = 0) -> None:
-        self.work, self.total, self.unit, self.total_bytes = work, total, unit, total_bytes
+        self.work, self.unit = work, unit
+        self.total, self.total_bytes = total, total_bytes
         self.done, self.bytes = first, 0
-        self._mark()
+        self._begin_interval()
 
-    def _mark(self) -> None:
-        self._last_s, self._last_share = time.monotonic(), self.share
+    def _begin_interval(self) -> None:
+        self._last_s = time.monotonic()
+        self._last_share = self.share
 
     @property
     def share(self) -> float:
         """The share of the work that is done, from 0 to 1."""
-        done, total = (self.done, self.total) if self.total else (self.bytes, self.total_bytes)
-        return min(done / max(total, 1), 1.0)
+        share = self.done / self.total if self.total else self.bytes / max(self.total_bytes, 1)
+        return min(share, 1.0)
 
     def update(self, things: int = 1, num_bytes: int = 0) -> None:
         """Count things and bytes, and print the line when it is due."""
-        watchdog.beat()
+        watchdog.note_progress()
         self.done += things
         self.bytes += num_bytes
         if time.monotonic() >= self._last_s + PROGRESS_S:
             print(self, file=sys.stderr, flush=True)
-            self._mark()
+            self._begin_interval()
 
     def __str__(self) -> str:
-        elapsed_s, gained = time.monotonic() - self._last_s, self.share - self._last_share
-        left = duration((1 - self.share) * elapsed_s / gained if gained > 0 else math.nan)
-        amounts = [f"{self.done:,}{f' of {self.total:,}' if self.total else ''} {self.unit}"] if self.unit else []
-        total = f" of {size_text(self.total_bytes)}" if self.total_bytes else ""
-        amounts += [f"{size_text(self.bytes)}{total}"] if self.bytes or self.total_bytes else []
-        return one_line(f"{self.work}: {', '.join(amounts)} ({self.share:.1%}), {left} left")
+        elapsed_s = time.monotonic() - self._last_s
+        gained = self.share - self._last_share
+        left_s = (1 - self.share) * elapsed_s / gained if gained > 0 else math.nan
+        amounts = []
+        if self.unit:
+            total = f" of {self.total:,}" if self.total else ""
+            amounts.append(f"{self.done:,}{total} {self.unit}")
+        if self.bytes or self.total_bytes:
+            total = f" of {size_text(self.total_bytes)}" if self.total_bytes else ""
+            amounts.append(f"{size_text(self.bytes)}{total}")
+        return one_line(f"{self.work}: {', '.join(amounts)} ({self.share:.1%}), {duration(left_s)} left")
 
     def finish(self) -> None:
         """Print the last line, with the number of bytes that were counted: the total may have been a guess."""
-        self.total_bytes = self.total_bytes and self.bytes
+        if self.total_bytes:
+            self.total_bytes = self.bytes
         self._last_share = 0.0
         print(self, file=sys.stderr, flush=True)

@@ -11,7 +11,10 @@ from loading.decode import Decoding, load_image, read_orientation, to_mode
 
 def _sample(source: Any, number: int) -> list[int]:
     """Return the numbers of some images, evenly spaced; of none in a pack behind an address."""
-    return [] if "://" in source.where else sorted({*numpy.linspace(0, len(source) - 1, number, dtype=int).tolist()})
+    # A start does not wait for a network's answers.
+    if "://" in source.where:
+        return []
+    return sorted({*numpy.linspace(0, len(source) - 1, number, dtype=int).tolist()})
 
 
 def unused_range(source: Any, how: Decoding) -> str:
@@ -19,13 +22,18 @@ def unused_range(source: Any, how: Decoding) -> str:
     ends = []
     for number in _sample(source, 16):
         with contextlib.suppress(Exception):  # whoever needs the image names it
-            if not source.name(number).lower().endswith((".jpg", ".jpeg")):
-                image = load_image(source.read(number), how.grey_range)
-                ends += sum(to_mode(image).getextrema(), ()) if image.info["bits"] else ()
+            if source.name(number).lower().endswith((".jpg", ".jpeg")):
+                continue
+            image = load_image(source.read(number), how.grey_range)
+            if image.info["bits"]:
+                ends += sum(to_mode(image).getextrema(), ())
     low, high = min(ends, default=0), max(ends, default=255)
+    # Cameras of 12 bits often fill files of 16, which load nearly black: their highest pixel is 15 of 255.
+    if high - low > 64:
+        return ""
     share = f"{(high - low + 1) / 256:.0%} of their range: loaded, their pixels are {low} to {high} of 255"
     remedy = "--grey-range 0 4095 is for grey images of 12 bits"
-    return f"samples with more than 8 bits use {share}; {remedy}" if high - low <= 64 else ""
+    return f"samples with more than 8 bits use {share}; {remedy}"
 
 
 def turned_share(source: Any, how: Decoding) -> str:
@@ -35,9 +43,12 @@ def turned_share(source: Any, how: Decoding) -> str:
         with contextlib.suppress(Exception):  # as above
             orientations.append(read_orientation(source.read(number)))
     num_turned = sum(each != 1 for each in orientations)
-    is_done = "they are turned" if how.exif else "without --exif they are read as stored, as torchvision does"
+    if not num_turned:
+        return ""
     found = f"EXIF says to turn {num_turned} of {counted(len(orientations), 'image')} looked at"
-    return f"{found}; {is_done}" if num_turned else ""
+    if how.exif:
+        return f"{found}; they are turned"
+    return f"{found}; without --exif they are read as stored, as torchvision does"
 
 
 def remarks(source: Any, how: Decoding) -> str:

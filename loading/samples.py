@@ -45,11 +45,7 @@ class Samples:
 
     def read_labels(self, path: Path, file: BinaryIO) -> None:
         """Read the labels of a tar whose members were added; UserError for one that does not belong to one image."""
-        by_key = defaultdict(list)
-        for image in self._images if self._labels else self._images[:1]:
-            stem, _ = os.path.splitext(image[0])
-            folder, name = os.path.split(stem)
-            by_key[stem if stem in self._labels else os.path.join(folder, name.partition(".")[0])].append(image)
+        by_key = self._by_key()
         for key, members in self._labels.items():
             images = by_key[key]
             kind = next(kind for kind in LABELS if kind in members)
@@ -60,7 +56,8 @@ class Samples:
             file.seek(offset)
             label = _label(where, kind, file.read(min(size, _MAX_LABEL_BYTES)), is_needed="/" not in key)
             if label is None:
-                self.unread = self.unread or where
+                if not self.unread:
+                    self.unread = where
                 continue
             if others or len(images) != 1:
                 counts = f"there are {len(others) + 1} such labels and {len(images)} images with this key"
@@ -69,9 +66,21 @@ class Samples:
                 raise UserError(f"{where}: an earlier tar has this key too; each image needs a unique key")
             self.images[key] = (label, by_key.pop(key)[0])
         left = [image for images in by_key.values() for image in images]
-        self.unlabelled = self.unlabelled or "".join(f"{path} holds {name!r}" for name, _ in left[:1])
+        if left and not self.unlabelled:
+            self.unlabelled = f"{path} holds {left[0][0]!r}"
         self._images.clear()
         self._labels.clear()
+
+    def _by_key(self) -> dict[str, list[_Member]]:
+        """Return the images of the tar that is read by their keys."""
+        by_key = defaultdict(list)
+        # Without labels the first image is enough to say that it has none: a tar of class folders has a million.
+        for image in self._images if self._labels else self._images[:1]:
+            stem, _ = os.path.splitext(image[0])
+            folder, name = os.path.split(stem)
+            # WebDataset's rule: a key ends at the first dot of the file's name.
+            by_key[stem if stem in self._labels else os.path.join(folder, name.partition(".")[0])].append(image)
+        return by_key
 
     def add_to(self, scan: Scan, source: ImageIndex, paths: list[Path]) -> list[str]:
         """Add the images to a scan, and return the classes."""
@@ -79,7 +88,8 @@ class Samples:
             raise UserError(f"{self.unlabelled} without a label; every image needs a .cls or .json with its key")
         labels, images = zip(*self.images.values(), strict=True)
         origins = [f"{paths[location[0]]}, {name!r}" for name, location in images]
-        if in_folders := [key for key in self.images if "/" in key]:
+        in_folders = [key for key in self.images if "/" in key]
+        if in_folders:
             found = f"the classes are the labels, such as that of {in_folders[0]}, not the folders"
             print(one_line(f"{source.where}: {found}"))
         classes, numbers = number_labels(source, scan, labels, origins)
@@ -90,12 +100,13 @@ class Samples:
 
 def _label(where: str, kind: str, content: bytes, is_needed: bool) -> str | None:
     """Return the label in a file's content; None for JSON without one, unless it is needed."""
+    is_json = kind == ".json"
     try:
-        value = json.loads(content)["label"] if kind == ".json" else content.decode()
+        value = content.decode() if not is_json else json.loads(content)["label"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        if kind == ".json" and not is_needed:
+        if is_json and not is_needed:
             return None
-        expected = "a JSON object with label" if kind == ".json" else "UTF-8"
+        expected = "a JSON object with label" if is_json else "UTF-8"
         raise UserError(f"{where}: expected {expected}, the number or name of the image's class") from error
     label = as_label(value)
     if not label or len(label) > 255:

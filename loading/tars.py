@@ -1,7 +1,6 @@
 """Read images in uncompressed tars: shards, packs, a tar of class folders or of class tars, or a tar for each class."""
 
 import functools
-import json
 import os
 import re
 import tarfile
@@ -10,18 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from errors import ImageError, UserError, in_one_line, one_line
+from errors import ImageError, UserError, as_user_error, one_line
 from files import open_to_read, read_at
 from loading.index import CLASSES, REMOVE_FROM_TAR, ImageIndex, Location, Scan, check_hidden
+from loading.pack_format import PACK_MANIFEST, decode_label_sets, read_manifest, shard_checksums
 from loading.progress import Progress
 from loading.samples import LABELS, Samples
-from loading.source import PHONE_EXTENSIONS, check_num_bytes, decode_label_sets, digest, encoded, list_folder
-
-# The manifest that scripts/pack.py writes next to its shards, and the values by which it is recognised.
-PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
-
-# More than the manifest of any pack has: some hundred bytes for each shard, and for each image that was left out.
-_MANIFEST_BYTES = 1 << 26
+from loading.source import PHONE_EXTENSIONS, check_num_bytes, digest, encoded, list_folder
 
 
 class TarIndex(ImageIndex):
@@ -36,16 +30,19 @@ class TarIndex(ImageIndex):
         where = files[0] if len(files) == 1 else files[0].with_name(re.sub(r"\d+\.tar$", "*.tar", files[0].name))
         super().__init__(root, root / "*.tar" if form == "class tars" else where, files, root.parent / CLASSES)
         self.form = form
-        if _checksums(root.name, files[0].parent):
+        if shard_checksums(root.name, files[0].parent):
             self.pack = read_manifest(files[0].parent / PACK_MANIFEST).get("facts")
-            more = self.pack.get("extensions") if isinstance(self.pack, dict) else None
-            # Names keep the extensions that they had before.
-            self.extensions += (*PHONE_EXTENSIONS, *(each for each in more or () if isinstance(each, str)))
+            more = ()
+            if isinstance(self.pack, dict) and self.pack.get("extensions"):
+                more = [each for each in self.pack["extensions"] if isinstance(each, str)]
+            # Names in a pack keep the extensions that they had before it was packed, whatever its files are now.
+            self.extensions += (*PHONE_EXTENSIONS, *more)
 
     @classmethod
     def find(cls, root: Path) -> list["TarIndex"]:
         """Return the tars in the split's folder, then shards next to it, then one tar next to it."""
-        within, around = _tars_in(root), _tars_in(root.parent)
+        within = _tars_in(root)
+        around = _tars_in(root.parent)
         official = f"ILSVRC2012_img_{root.name}.tar"
         found = []
         if within:
@@ -65,9 +62,10 @@ class TarIndex(ImageIndex):
 
     def identity(self) -> dict[str, str | None]:
         """Add hashes of the images' sizes and, for a pack, of the shards' checksums."""
-        listed = "".join(_checksums(self.root.name, self.files[0].parent).values())
+        listed = "".join(shard_checksums(self.root.name, self.files[0].parent).values())
+        checksums = digest([listed.encode()]) if listed else None
         sizes = digest([self.arrays["locations"][:, 2].tobytes()])
-        return {**super().identity(), "sizes": sizes, "checksums": digest([listed.encode()]) if listed else None}
+        return {**super().identity(), "sizes": sizes, "checksums": checksums}
 
     def read(self, number: int) -> bytes:
         """Return the bytes of an image's file; raises as `Source.read`."""
@@ -103,21 +101,24 @@ class TarIndex(ImageIndex):
                 ignored = f"{len(reader.ignored)} links and devices, such as {reader.ignored[0]!r}, are ignored"
                 print(one_line(f"{path}: {ignored}"))
             if self.form == "class tars" and reader.samples.images:
-                raise UserError(
-                    f"{path} holds images with labels; rename such tars to {self.root.name}-000000.tar etc."
-                )
+                remedy = f"rename such tars to {self.root.name}-000000.tar etc."
+                raise UserError(f"{path} holds images with labels; {remedy}")
         if reader.samples.images:
             return reader.samples.add_to(scan, self, self.files)
-        if unread := reader.samples.unread:
+        unread = reader.samples.unread
+        if unread:
             print(one_line(f"{unread} and files like it hold no label: the folder, or the tar's name, is the class"))
-        found = reader.folders()
+        return self._add_folders(scan, reader.folders())
+
+    def _add_folders(self, scan: Scan, found: "_Found") -> list[str]:
+        """Add the images of class folders to a scan, and return the classes."""
         tops = {folder: folder.split("/")[0] for folder in found if folder}
         folders = classes = sorted({*tops.values()})
         self.check_classes(classes, len(found.get("", ())))
-        if isinstance(self.pack, dict) and (several := self.pack.get(f"{self.root.name} labels")):
-            folders, classes = self._read_label_sets(several, scan)
+        if isinstance(self.pack, dict) and self.pack.get(f"{self.root.name} labels"):
+            folders, classes = self._read_label_sets(self.pack[f"{self.root.name} labels"], scan)
         labels = {name: label for label, name in enumerate(folders)}
-        with in_one_line(
+        with as_user_error(
             f"{self.where} is not as its {PACK_MANIFEST} says; pack again, for it has no labels for a folder"
         ):
             ordered = sorted((labels[top], folder) for folder, top in tops.items())
@@ -131,7 +132,7 @@ class TarIndex(ImageIndex):
         manifest = self.files[0].parent / PACK_MANIFEST
         scan.watch(str(manifest), os.stat(manifest))
         self.may_lack_classes = True  # as its list did
-        with in_one_line(f"{manifest} is damaged; pack again"):
+        with as_user_error(f"{manifest} is damaged; pack again"):
             scan.label_sets = decode_label_sets(several["folders"], several["classes"])
             return list(several["folders"]), several["classes"]
 
@@ -143,12 +144,15 @@ def _tars_in(folder: Path) -> list[Path]:
 
 def _shards(name: str, tars: list[Path]) -> list[list[Path]]:
     """Return the sets of numbered tars of a split, that of name-000000.tar first; UserError if one is not complete."""
+    # Other tools' names too, such as imagenet1k-validation-00.tar; those of another split are only our own.
     words = {"train": r"(?:.*[-_.])?train", "val": r"(?:.*[-_.])?val(?:idation)?"}.get(name)
-    numbered = re.compile(rf"({words})-(\d+)\.tar" if words else rf"({re.escape(name)})-(\d{{6,}})\.tar")
-    found, sets = defaultdict(list), {}
+    pattern = rf"({words})-(\d+)\.tar" if words else rf"({re.escape(name)})-(\d{{6,}})\.tar"
+    found = defaultdict(list)
     for tar in tars:
-        if match := numbered.fullmatch(tar.name):
+        match = re.fullmatch(pattern, tar.name)
+        if match:
             found[match[1]].append((int(match[2]), match[2], tar))
+    sets = {}
     for prefix, shards in sorted(found.items(), key=lambda each: each[0] != name):
         first, digits, _ = min(shards)
         if first and (prefix != name or len(digits) < 6):
@@ -158,51 +162,12 @@ def _shards(name: str, tars: list[Path]) -> list[list[Path]]:
                 missing = tar.with_name(f"{prefix}-{expected:0{len(digits)}d}.tar")
                 raise UserError(f"{missing} is missing, but {tar.name} exists; a set needs every shard")
         sets[prefix] = [tar for *_, tar in sorted(shards)]
-    checksums = _checksums(name, tars[0].parent) if name in sets else {}
+    checksums = shard_checksums(name, tars[0].parent) if name in sets else {}
     missing = [file for file in checksums if file not in {shard.name for shard in sets[name]}]
     if missing:
         lacking = f"{len(missing)} of the {len(checksums)} shards in {PACK_MANIFEST} are missing"
         raise UserError(f"{tars[0].with_name(missing[0])} is missing: {lacking}; --data-path needs every shard")
     return list(sets.values())
-
-
-def read_manifest(path: Path) -> dict | None:
-    """Return the manifest of a pack; None if there is none, or it is another tool's. UserError if it cannot be read."""
-    try:
-        with open_to_read(path) as file:
-            return parse_manifest(file.read(_MANIFEST_BYTES))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def parse_manifest(content: bytes) -> dict | None:
-    """Return the manifest of a pack from the bytes of its file; None if they are another tool's."""
-    try:
-        manifest = json.loads(content)
-        return manifest if manifest["kind"] == PACK_KIND else None
-    except (ValueError, KeyError, TypeError, RecursionError):  # no JSON, or other JSON
-        return None
-
-
-def _checksums(name: str, folder: Path) -> dict[str, str]:
-    """Return the checksum of each shard of a split, by its name; nothing where the folder is no pack of it.
-
-    UserError if the pack is not finished, or its manifest cannot be read.
-    """
-    manifest = read_manifest(folder / PACK_MANIFEST) or {}
-    try:
-        if manifest["format"] != PACK_FORMAT:
-            return {}
-        state, shards = manifest["state"], manifest["splits"][name]["shards"]
-        checksums = {str(record["file"]): str(record["sha256"]) for record in shards}
-    except (KeyError, TypeError):
-        return {}
-    if state != "complete":
-        remedy = "run its scripts.pack command again to resume it"
-        raise UserError(f"{folder} is a pack that is still being written, or was interrupted; {remedy}")
-    return checksums
 
 
 @functools.lru_cache(maxsize=128)
@@ -229,6 +194,7 @@ def tar_members(
     position = following = start
     file.seek(start)
     try:
+        # Not `tarfile.open`, which unpacks compressed tars: there an image has no offset at which it could be read.
         archive = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
         while (member := archive.next()) is not None:
             following = archive.offset
@@ -260,7 +226,8 @@ class _TarReader:
     """
 
     def __init__(self, split_name: str, progress: Progress, extensions: tuple[str, ...]) -> None:
-        self.split_name, self.progress, self.extensions = split_name, progress, extensions
+        self.split_name, self.extensions = split_name, extensions
+        self.progress = progress
         self.plain: _Found = {}  # by the names of members
         self.by_class: _Found = {}  # by the names of class tars
         self.samples = Samples(extensions)
@@ -283,7 +250,8 @@ class _TarReader:
             if member.isdir():
                 yield "/".join([*folders, name]), "", member
             elif not name.lower().endswith((*self.extensions, ".tar", *LABELS)):
-                self.ignored += [] if member.isreg() else [member.name]
+                if not member.isreg():
+                    self.ignored.append(member.name)
             elif member.isreg() and not member.issparse():
                 check_hidden(str(self.path), [encoded(member.name)], REMOVE_FROM_TAR)
                 yield "/".join(folders), name, member
@@ -322,6 +290,6 @@ class _TarReader:
         # Members may carry the split's name; a class of that name would not be the only one, or hold no folders.
         has_prefix = all(f"{name}/".startswith(prefix) for name in names) and any("/" in name for name in names)
         for folder, images in self.plain.items():
-            without = f"{folder}/".removeprefix(prefix if has_prefix else "").rstrip("/")
-            self.by_class.setdefault(without, {}).update(images)
+            within = f"{folder}/".removeprefix(prefix if has_prefix else "")
+            self.by_class.setdefault(within.rstrip("/"), {}).update(images)
         return self.by_class

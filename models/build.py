@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,10 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from distributed.collectives import count_cores
 from distributed.watch import watchdog
-from errors import UserError, did_you_mean, in_one_line
-from models.classifier import AUXILIARY_WEIGHTS, classifier_layers
+from errors import UserError, as_user_error, did_you_mean
 from settings.custom_code import check_code, parse_kwargs
 from settings.options import split_custom
+
+# Weight of an auxiliary classifier's loss; the main loss has 1: GoogLeNet (Szegedy et al., arXiv 1409.4842,
+# section 5) and Inception v3 (the weight in PyTorch's own fine-tuning tutorial).
+AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
 
 
 def check_name(name: str) -> None:
@@ -48,7 +50,8 @@ class _WeightsOnMeta(TorchFunctionMode):
     """Puts weights and statistics that layers allocate on the meta device; RegNet computes with other tensors."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = {} if kwargs is None else kwargs
+        if kwargs is None:
+            kwargs = {}
         if function in (torch.empty, torch.zeros, torch.ones) and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return function(*args, **kwargs)
@@ -56,10 +59,16 @@ class _WeightsOnMeta(TorchFunctionMode):
 
 def build_without_memory(args: Any, num_classes: int, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return what `build_model` does, of weights on the meta device unless the model computes with its own."""
-    # An error may be a user's mistake too, which the last line finds again.
-    with suppress(Exception), _WeightsOnMeta(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # as is meant here
-        return build_model(args, num_classes, weights)
+    try:
+        with _WeightsOnMeta(), warnings.catch_warnings():
+            # torch warns that `load_state_dict` copies nothing into tensors without memory: names and shapes are
+            # checked all the same, for which it is called here.
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
+            return build_model(args, num_classes, weights)
+    except Exception:
+        # Swin computes with its own tensors as it is built. Another error is a user's mistake, which the next line
+        # finds again: outside this block, so that its traceback does not tell of this one.
+        pass
     return build_model(args, num_classes, weights)
 
 
@@ -78,24 +87,27 @@ def build_model(
         UserError: the weights belong to another model, an option is about layers that this model lacks, or the model
             cannot take images of the given sizes.
     """
-    watchdog.beat("building the model")
+    watchdog.note_progress("building the model")
     # Every rank and every start draws the same first weights, whatever was drawn before.
     torch.manual_seed(args.seed)
     check_name(args.model)
     build = partial(_build_custom if split_custom(args.model) else _build_library, args)
     model = build(num_classes)
     if weights is not None:
+        from models import matching
+
         source = source or f"--weights {args.weights}"
-        from models.matching import load_first
+        if args.model in AUXILIARY_WEIGHTS:
+            matching.check_rescaling(model, weights, args, source)
+        matching.load_first(model, weights, source, build, num_classes, args)
+    if args.freeze:
+        from models.freezing import freeze_below_classifier
 
-        load_first(model, weights, source, build, num_classes, args)
-    if args.freeze or args.freeze_below:
-        from models import freezing
+        freeze_below_classifier(model, num_classes)
+    elif args.freeze_below:
+        from models.freezing import freeze_below
 
-        if args.freeze:
-            freezing.freeze_below_classifier(model, classifier_layers(model, num_classes))
-        else:
-            freezing.freeze_below(model, args.freeze_below)
+        freeze_below(model, args.freeze_below)
     if split_custom(args.model):
         check_sizes(model, args, num_classes)
     elif args.test_only and args.resume:
@@ -113,8 +125,9 @@ def build_model(
 
 def begin_training(model: nn.Module) -> None:
     """Switch a model to training mode, but for layers that do not train: see `freezing.set_training_mode`."""
+    is_all_trained = all(parameter.requires_grad for parameter in model.parameters())
     keeps_statistics = any(getattr(module, "keeps_statistics", False) for module in model.modules())
-    if all(parameter.requires_grad for parameter in model.parameters()) and not keeps_statistics:
+    if is_all_trained and not keeps_statistics:
         model.train()
         return
     from models.freezing import set_training_mode
@@ -144,10 +157,11 @@ def _build_library(args: Any, num_classes: int) -> nn.Module:
     try:
         model = build(num_classes=num_classes, **{**options, **given})
     except Exception as error:
-        if isinstance(error, RuntimeError) and not given:  # such as one of memory
+        # Without arguments of the user's it is no mistake of theirs, but a lack of memory or the like.
+        if isinstance(error, RuntimeError) and not given:
             raise
         words = f" --model-kwargs {' '.join(args.model_kwargs)}" if given else ""
-        with in_one_line(f"--model {args.model} cannot be built with --val-crop-size {args.val_crop_size}{words}"):
+        with as_user_error(f"--model {args.model} cannot be built with --val-crop-size {args.val_crop_size}{words}"):
             raise
     if not is_timms:
         _set_rates(model, args)
@@ -162,7 +176,8 @@ def _find_torchvision(args: Any) -> tuple[Callable[..., nn.Module], dict[str, An
     """Return the function that builds a model of torchvision's, and its keyword arguments by our options."""
     options = {}
     if args.model in AUXILIARY_WEIGHTS:
-        # Naming the default avoids a FutureWarning. Published weights expect inputs scaled to [-1, 1].
+        # Naming the default of init_weights avoids a FutureWarning. Published weights are those of the papers, and
+        # expect inputs scaled to [-1, 1]: these models can rescale theirs from the usual mean and deviation.
         published = torchvision.models.get_model_weights(args.model).__members__
         is_published = bool(args.weights) and args.weights.rpartition(".")[2] in published
         options = {"init_weights": True, "aux_logits": True, "transform_input": is_published}
@@ -181,20 +196,11 @@ def _build_custom(args: Any, num_classes: int) -> nn.Module:
 
 
 def _set_rates(model: nn.Module, args: Any) -> None:
-    """Set `--dropout` in all dropout layers; scale stochastic depth so that the deepest layer has the given rate."""
-    if args.stochastic_depth is not None:
-        layers = [module for module in model.modules() if isinstance(module, torchvision.ops.StochasticDepth)]
-        deepest = max((layer.p for layer in layers), default=0.0)
-        if not deepest:
-            raise UserError(f"--stochastic-depth {args.stochastic_depth}: {args.model} does not support it")
-        for layer in layers:
-            layer.p *= args.stochastic_depth / deepest
-    if args.dropout is not None:
-        layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-        if not layers:
-            raise UserError(f"--dropout {args.dropout}: {args.model} has no dropout layer")
-        for layer in layers:
-            layer.p = args.dropout
+    """Set the rates of `--dropout` and `--stochastic-depth` in a model that has not been built with them."""
+    if args.dropout is not None or args.stochastic_depth is not None:
+        from models.drop_rates import set_rates
+
+        set_rates(model, args)
 
 
 def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> None:
@@ -205,17 +211,23 @@ def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> 
     Raises:
         UserError: it does not take a size, or returns no scores; the message names the option.
     """
-    smallest = args.train_crop_size_min or args.train_crop_size
-    between = range(smallest // 32 * 32 + 32, args.train_crop_size, 32)
-    training = [] if args.test_only else sorted({smallest, *between, args.train_crop_size})
-    for split, side in [*(("train", side) for side in training), ("val", args.val_crop_size)]:
+    sizes = [("val", args.val_crop_size)]
+    if not args.test_only:
+        # All sizes of a ramp, `--crop-ramp-epochs`: one that fails would otherwise end the run after hours.
+        smallest = args.train_crop_size_min or args.train_crop_size
+        between = range(smallest // 32 * 32 + 32, args.train_crop_size, 32)
+        training = sorted({smallest, *between, args.train_crop_size})
+        sizes = [*(("train", side) for side in training), *sizes]
+    for split, side in sizes:
+        num_images = 2
         if split == "train":
             begin_training(model)
+            # BatchNorm refuses to train on one value per channel, as after a global pooling of a single image.
+            num_images = min(args.batch_size, 2)
         else:
             model.eval()
-        num_images = min(args.batch_size, 2) if split == "train" else 2
         size = f"--{split}-crop-size {side} at --batch-size {args.batch_size}"
-        with in_one_line(f"--model {args.model} cannot take {size}"):
+        with as_user_error(f"--model {args.model} cannot take {size}"):
             output = _score_zeros(model, (num_images, args.in_chans, side, side))
             if num_classes is not None:
                 from models.own_model import check_scores
@@ -228,28 +240,24 @@ def check_sizes(model: nn.Module, args: Any, num_classes: int | None = None) -> 
 
 def _leave_scores(model: nn.Module, _: tuple, output: Any) -> Any:
     """Reduce the output of a model in evaluation mode to its scores: a hook of models that return a tuple there."""
-    return output if model.training or isinstance(output, Tensor) else output[0]
-
-
-def further_outputs(model: nn.Module, args: Any, num_images: int) -> tuple:
-    """Return what a model returns beside the scores in training, for black images; its state stays as it is."""
-    begin_training(model)
-    side = args.train_crop_size
-    output = _score_zeros_on(next(model.parameters()).device, model, (num_images, args.in_chans, side, side))
-    return () if isinstance(output, Tensor) else tuple(output[1:])
+    if model.training or isinstance(output, Tensor):
+        return output
+    return output[0]
 
 
 def _score_zeros(model: nn.Module, shape: tuple[int, ...]) -> Any:
     """Return a model's output for black images, without memory where it can run so; its state stays as it is."""
     try:
-        return _score_zeros_on("meta", model, shape)
-    except Exception:  # each kind of layer raises another error
+        return score_zeros_on("meta", model, shape)
+    except Exception:
+        # Each kind of layer raises another error. A few models can only run with memory.
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise
-        return _score_zeros_on("cpu", model, shape)  # a few models can only run with memory
+        return score_zeros_on("cpu", model, shape)
 
 
-def _score_zeros_on(device: torch.device | str, model: nn.Module, shape: tuple[int, ...]) -> Any:
+def score_zeros_on(device: torch.device | str, model: nn.Module, shape: tuple[int, ...]) -> Any:
+    """Return a model's output for black images on a device; its state and the CPU's draws stay as they are."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own = {name: tensor.detach().to(device, copy=True) for name, tensor in state.items()}
     with torch.no_grad(), torch.random.fork_rng([]):
@@ -262,7 +270,7 @@ def set_grad_checkpointing(model: nn.Module, name: str) -> None:
         raise UserError(f"--grad-checkpointing: {name} has no set_grad_checkpointing, as timm's models have; remove it")
     if any("running_" in buffer for buffer, _ in model.named_buffers()):
         raise UserError(f"--grad-checkpointing would update the running statistics of {name} twice per step; remove it")
-    with in_one_line(f"--grad-checkpointing: {name}"):
+    with as_user_error(f"--grad-checkpointing: {name}"):
         model.set_grad_checkpointing(True)
 
 
@@ -281,6 +289,18 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     return model
 
 
+def build_ema(args: Any, model: nn.Module) -> nn.Module | None:
+    """Return the average that `--model-ema` asks for, or None."""
+    if not args.model_ema or args.test_only:
+        return None
+    from models.ema import ExponentialMovingAverage, describe_ema, ema_decay
+
+    print(describe_ema(args))
+    model_ema = ExponentialMovingAverage(model, ema_decay(args), device=None)
+    compile_model(model_ema.module, args)
+    return model_ema
+
+
 def autocast(args: Any, device: torch.device) -> torch.amp.autocast:
     """Return a reusable context that computes in `--amp-dtype` under `--amp`, and has no effect otherwise."""
     dtype = getattr(torch, args.amp_dtype or "float16")
@@ -289,6 +309,7 @@ def autocast(args: Any, device: torch.device) -> torch.amp.autocast:
 
 def build_scaler(args: Any, device: torch.device) -> torch.amp.GradScaler:
     """Return the loss scaler, without which float16 gradients vanish; disabled for other types and without `--amp`."""
+    # The least float16 above zero is 6e-8. bfloat16 has the exponents of float32, so its gradients need no scale.
     return torch.amp.GradScaler(device.type, enabled=args.amp and args.amp_dtype in (None, "float16"))
 
 
@@ -312,8 +333,12 @@ def set_up_threads(args: Any) -> None:
     """
     threads = min(torch.get_num_threads(), count_cores())
     if args.use_deterministic_algorithms:
+        # cuBLAS reads it once, when it starts; without it torch refuses its products of matrices as not deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        threads = 1  # torchrun's value for several processes; another number of threads sums in another order
+        # Each thread sums a part, so one thread and two gave a ResNet-18 different bits within two steps. torchrun
+        # gives one to each of several processes, but python alone one for each core: so all get one.
+        threads = 1
+    # Whoever sets OMP_NUM_THREADS has chosen; torchrun sets it too.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads)
 
@@ -326,6 +351,10 @@ def set_up_device(args: Any) -> torch.device:
         # Not the newer `fp32_precision`: inductor before torch 2.15 still reads these flags, and refuses to compile
         # after the newer ones were set (pytorch/pytorch#166387); setting these sets the newer ones too.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = not is_repeatable, is_repeatable
+    # Autotuning keeps the kernel that was fastest in this process, so that the next start may round differently.
+    torch.backends.cudnn.benchmark = not is_repeatable
+    torch.backends.cudnn.deterministic = is_repeatable
     device = torch.device(args.device)
-    return torch.device(device.type, args.gpu) if args.distributed and device.type != "cpu" else device
+    if args.distributed and device.type != "cpu":
+        return torch.device(device.type, args.gpu)
+    return device

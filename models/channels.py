@@ -18,7 +18,8 @@ def widen(model: nn.Module, args: Any) -> None:
             "--in-chans, or the weights and transform_input"
         )
     first = next(each for each in model.modules() if isinstance(each, nn.Conv2d) and each.in_channels == 3)
-    first.in_channels, first.weight = args.in_chans, nn.Parameter(adapt_channels(first.weight.detach(), args.in_chans))
+    first.in_channels = args.in_chans
+    first.weight = nn.Parameter(adapt_channels(first.weight.detach(), args.in_chans))
 
 
 def adapt_channels(weight: Tensor, in_chans: int) -> Tensor:
@@ -36,11 +37,16 @@ def fit_channels(model: nn.Module, weights: Mapping[str, Tensor], args: Any, sou
     """Return weights for `--in-chans`, and print a line if they change; UserError if they may not (`--test-only`)."""
     fitted = copy.copy(weights)  # with its notes
     for layer, module in model.named_modules():
+        if not isinstance(module, nn.Conv2d) or module.in_channels != args.in_chans:
+            continue
         name = f"{layer}.weight"
-        weight = weights.get(name) if isinstance(module, nn.Conv2d) and module.in_channels == args.in_chans else None
-        theirs = 0 if weight is None or weight.ndim != 4 else weight.shape[1]
+        weight = weights.get(name)
+        if weight is None or weight.ndim != 4:
+            continue
+        theirs = weight.shape[1]
         if theirs not in BY_NAME["in_chans"].choices or theirs == module.weight.shape[1]:
             continue
+        # Adapted weights give other scores, which training mends.
         if args.test_only:
             raise UserError(
                 f"{source} is for {counted(theirs, 'channel')}, but --in-chans is {args.in_chans}; evaluation does "

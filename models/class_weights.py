@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from errors import UserError, counted, did_you_mean, in_one_line
+from errors import UserError, as_user_error, counted, did_you_mean
 from loading.source import count_classes
 
 
@@ -21,21 +21,27 @@ def class_weights(args: Any, dataset: Dataset) -> Tensor:
         UserError: the file cannot be read, or does not give one weight above 0 to each class.
     """
     if args.class_weights == "balanced":
+        # A class without images, in a trial on few of them, would have an infinite weight.
         counts = count_classes(dataset.index).clip(min=1)
-        others = (len(dataset) - counts).clip(min=1) if args.bce_loss else len(dataset) / len(counts)
+        others = len(dataset) / len(counts)
+        if args.bce_loss:
+            others = (len(dataset) - counts).clip(min=1)
         return torch.tensor(others / counts, dtype=torch.float32, device=args.device)
     from loading.lists import read_table
 
     found = {}
-    with in_one_line(f"--class-weights {args.class_weights}"):
+    with as_user_error(f"--class-weights {args.class_weights}"):
         for line, row in read_table(Path(args.class_weights), ("class", "weight")):
-            name, weight = str(row["class"]), float(row["weight"])
-            if name not in dataset.classes or name in found:
-                reason = "listed twice" if name in found else f"no class{did_you_mean(name, dataset.classes)}"
-                raise UserError(f"line {line}: {name} is {reason}")
+            name = str(row["class"])
+            weight = float(row["weight"])
+            if name in found:
+                raise UserError(f"line {line}: {name} is listed twice")
+            if name not in dataset.classes:
+                raise UserError(f"line {line}: {name} is no class{did_you_mean(name, dataset.classes)}")
             if not 1e-6 <= weight <= 1e6:
                 raise UserError(f"line {line}: the weight is {weight:g}; expected 0.000001 to 1,000,000")
             found[name] = weight
-        if missing := [name for name in dataset.classes if name not in found]:
+        missing = [name for name in dataset.classes if name not in found]
+        if missing:
             raise UserError(f"{counted(len(missing), 'class')} missing, such as {missing[0]}; give each class a weight")
     return torch.tensor([found[name] for name in dataset.classes], dtype=torch.float32, device=args.device)

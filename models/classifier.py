@@ -6,10 +6,6 @@ from torch import Tensor, nn
 
 from errors import UserError
 
-# Weight of an auxiliary classifier's loss; the main loss has 1: GoogLeNet (Szegedy et al., arXiv 1409.4842,
-# section 5) and Inception v3 (the weight in PyTorch's own fine-tuning tutorial).
-AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
-
 
 def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
     """Return the names of the layers that give the class scores; UserError if there are none.
@@ -20,11 +16,13 @@ def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
     layers = (pair for pair in model.named_modules() if isinstance(pair[1], nn.Linear | nn.Conv2d))
     sizes = {name: len(layer.weight) for name, layer in layers}
     if hasattr(model, "get_classifier"):
-        found = model.get_classifier()
-        heads = found if isinstance(found, tuple | list | nn.ModuleList) else [found]
+        heads = model.get_classifier()
+        if not isinstance(heads, tuple | list | nn.ModuleList):
+            heads = [heads]
         inside = {id(module) for head in heads for module in head.modules()}
         lasts = [name for name in sizes if id(model.get_submodule(name)) in inside]
     else:
+        # The last layer of each part overwrites those before it: of every auxiliary classifier, and of the rest.
         parts = {name.split(".")[0] if "aux" in name.lower() else "": name for name in sizes}
         lasts = [name for name in sizes if name in parts.values()]
     ends = [name for name in lasts if sizes[name] == num_classes]
@@ -35,5 +33,8 @@ def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
 
 def count_classes(model: nn.Module, weights: Mapping[str, Tensor], num_classes: int) -> int:
     """Return the number of classes of a state dict's classifier; `num_classes`, the model's, if it has none."""
+    # Of several, the last one is the main one: torchvision's models register auxiliary classifiers before it.
     head = weights.get(f"{classifier_layers(model, num_classes)[-1]}.weight")
-    return num_classes if head is None or not head.ndim else len(head)
+    if head is None or not head.ndim:
+        return num_classes
+    return len(head)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distributed.signals import at_end
+from distributed.lending import at_end
 from errors import UserError
 from files import own_temporary_folder
 

@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from errors import counted
-from models.build import compile_model
 
 
 class ExponentialMovingAverage(AveragedModel):
@@ -23,6 +22,7 @@ class ExponentialMovingAverage(AveragedModel):
     """
 
     def __init__(self, model: nn.Module, decay: float, device: torch.device | str | None = "cpu") -> None:
+        # With the buffers: running statistics of the last weights do not fit averaged ones.
         super().__init__(model, device, use_buffers=True)
         self.requires_grad_(False)
         self.decay = decay
@@ -31,19 +31,24 @@ class ExponentialMovingAverage(AveragedModel):
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards `model`; copy `model` the first time, and after `n_averaged.fill_(0)`."""
-        states = ([*each.parameters(), *each.buffers()] for each in (self.module, model))
-        pairs = [(own, new.to(own.device)) for own, new in zip(*states, strict=True)]
         has_begun = bool(self.n_averaged)
-        averaged = [pair for pair in pairs if has_begun and pair[0].is_floating_point()]
-        copied = [pair for pair in pairs if not (has_begun and pair[0].is_floating_point())]
-        if averaged:
-            torch._foreach_lerp_(*map(list, zip(*averaged, strict=True)), 1.0 - self.decay)
-        if copied:
-            torch._foreach_copy_(*map(list, zip(*copied, strict=True)))
+        averaged = ([], [])
+        copied = ([], [])
+        own_state = [*self.module.parameters(), *self.module.buffers()]
+        for own, new in zip(own_state, [*model.parameters(), *model.buffers()], strict=True):
+            kind = averaged if has_begun and own.is_floating_point() else copied
+            kind[0].append(own)
+            kind[1].append(new.to(own.device))
+        # One kernel takes many tensors: a loop over them would launch one for each. torch refuses empty lists.
+        if averaged[0]:
+            torch._foreach_lerp_(*averaged, 1.0 - self.decay)
+        if copied[0]:
+            torch._foreach_copy_(*copied)
         self.n_averaged += 1
 
     def reset(self) -> None:
         """Reset: the next update copies the model. torchvision does so throughout the warm-up."""
+        # Weights move far in the warm-up, and an average would keep a share of the first ones for long after it.
         self.n_averaged.zero_()
 
     def restart(self, model: nn.Module) -> None:
@@ -59,7 +64,9 @@ def ema_decay(args: Any) -> float:
     1 - decay = (1 - `--model-ema-decay`) x (global batch x steps between updates / epochs), at most 1. Under
     `--no-model-ema-adjust` each update has the decay of `--model-ema-decay`.
     """
-    adjust = args.global_batch_size * args.model_ema_steps / args.epochs if args.model_ema_adjust else 1.0
+    adjust = 1.0
+    if args.model_ema_adjust:
+        adjust = args.global_batch_size * args.model_ema_steps / args.epochs
     return 1.0 - min(1.0, (1.0 - args.model_ema_decay) * adjust)
 
 
@@ -69,15 +76,6 @@ def describe_ema(args: Any) -> str:
     line = f"--model-ema: decay {decay:.6g} every {counted(args.model_ema_steps, 'step')}"
     if args.model_ema_adjust:
         line += f", --model-ema-decay {args.model_ema_decay} adjusted for global batch and --epochs as in torchvision"
-    is_copy = decay == 0 or args.lr_warmup_epochs >= args.epochs
-    return f"{line}; the average is a copy of the weights" if is_copy else line
-
-
-def build_ema(args: Any, model: nn.Module) -> ExponentialMovingAverage | None:
-    """Return the average that `--model-ema` asks for, or None."""
-    if not args.model_ema or args.test_only:
-        return None
-    print(describe_ema(args))
-    model_ema = ExponentialMovingAverage(model, ema_decay(args), device=None)
-    compile_model(model_ema.module, args)
-    return model_ema
+    if decay == 0 or args.lr_warmup_epochs >= args.epochs:
+        line += "; the average is a copy of the weights"
+    return line

@@ -6,10 +6,12 @@ from collections.abc import Collection, Sequence
 from torch import Tensor, nn
 
 from errors import UserError
+from models.classifier import classifier_layers
 
 
-def freeze_below_classifier(model: nn.Module, ends: Sequence[str]) -> None:
-    """Freeze all parameters but those of the classifier, whose layers are `ends`."""
+def freeze_below_classifier(model: nn.Module, num_classes: int) -> None:
+    """Freeze all parameters but those of the classifier; UserError if there is none of `num_classes`."""
+    ends = classifier_layers(model, num_classes)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.rpartition(".")[0] in ends)
 
@@ -19,9 +21,12 @@ def freeze_below(model: nn.Module, layer: str) -> None:
     names = [name for name, _ in model.named_parameters()]
     first = next((index for index, name in enumerate(names) if f"{name}.".startswith(f"{layer}.")), 0)
     if not first:
-        # Of numbered layers the outermost, such as layer1 and encoder.layers.encoder_layer_0.
-        numbered = {name: re.match(r".*?\d(?=\.)", name) for name in names}
-        layers = dict.fromkeys(found[0] if found else name.rpartition(".")[0] for name, found in numbered.items())
+        layers = {}  # as an ordered set
+        for name in names:
+            # Of numbered layers the outermost, such as layer1 and encoder.layers.encoder_layer_0.
+            numbered = re.match(r".*?\d(?=\.)", name)
+            layer_name = numbered[0] if numbered else name.rpartition(".")[0]
+            layers[layer_name] = None
         raise UserError(
             f"--freeze-below {layer}: expected a layer with others before it; there are "
             f"{', '.join(filter(None, layers))}, and their sublayers"
@@ -72,12 +77,14 @@ class ClassifierFirst:
     """
 
     def __init__(self, model: nn.Module, ends: Sequence[str], num_epochs: int, *, is_ddp: bool) -> None:
-        self.num_epochs, self.is_on = num_epochs, False
+        self.num_epochs = num_epochs
+        self.is_on = False
         classifier = [model.get_submodule(name) for name in ends]
         own = {parameter for layer in classifier for parameter in layer.parameters()}
         self.others = {each for each in model.parameters() if each.requires_grad and each not in own}
-        for layer in classifier if num_epochs and not is_ddp else ():
-            layer.register_forward_pre_hook(self._cut)
+        if num_epochs and not is_ddp:
+            for layer in classifier:
+                layer.register_forward_pre_hook(self._cut)
 
     def _cut(self, _: nn.Module, inputs: tuple) -> tuple:
         return tuple(each.detach() if self.is_on and isinstance(each, Tensor) else each for each in inputs)
@@ -85,9 +92,12 @@ class ClassifierFirst:
     def begin(self, model: nn.Module, epoch: int) -> None:
         """Switch the model to the training mode of an epoch."""
         self.is_on = epoch < self.num_epochs
-        set_training_mode(model, self.others if self.is_on else ())
+        frozen = self.others if self.is_on else ()
+        set_training_mode(model, frozen)
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the layers that do not train in this epoch."""
-        for parameter in self.others if self.is_on else ():
-            parameter.grad = None
+        if self.is_on:
+            for parameter in self.others:
+                # Not zeros, with which momentum and weight decay would still move the weights.
+                parameter.grad = None

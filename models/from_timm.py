@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from errors import UserError, did_you_mean, find_timm_config, require_timm
+from errors import UserError, did_you_mean
+from settings.packages import find_timm_config, require_timm
 
 
 def find_timm(args: Any) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
@@ -14,13 +15,17 @@ def find_timm(args: Any) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
     timm = require_timm("--model", args.model)
     name = args.model.removeprefix("timm/")
     if "." in name or not timm.is_model(name):
-        # A name may end in the tag of its weights, whose config then gives mean and size.
-        known = timm.list_models() + (timm.list_pretrained(f"{name.partition('.')[0]}.*") if "." in name else [])
+        known = timm.list_models()
+        if "." in name:
+            # A name may end in the tag of its weights, whose config then gives mean and size.
+            known += timm.list_pretrained(f"{name.partition('.')[0]}.*")
         if name not in known:
             hint = did_you_mean(name, known, prefix="timm/")
             raise UserError(f"--model {args.model}: timm has no such model{hint}")
     options = {"drop_path_rate": args.stochastic_depth, "drop_rate": args.dropout}
-    options["in_chans"] = None if args.in_chans == 3 else args.in_chans
+    # Not every model takes these arguments, so that only what differs from its default is given.
+    if args.in_chans != 3:
+        options["in_chans"] = args.in_chans
     config = find_timm_config(args.model)
     if config is not None and config.fixed_input_size and config.input_size[-1] != args.val_crop_size:
         options["img_size"] = args.val_crop_size

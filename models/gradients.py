@@ -21,17 +21,19 @@ def wrap_model(model: nn.Module, args: Any) -> nn.Module:
     """Wrap a model on its device in DDP, if there are several processes. Collective: every rank must call it."""
     if args.world_size == 1:
         return model
-    # Training uses only the buffers that micro-batch 0 has written, so DDP need not broadcast them at each step;
-    # `evaluate` broadcasts them. torch 2.13 renamed the argument.
-    parameters = inspect.signature(DistributedDataParallel).parameters
-    no_buffers = {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
+    # BatchNorm trains with the statistics of its own batch, so that no step reads the running ones: DDP need not
+    # broadcast the buffers at each step; `measure` does before an evaluation. torch 2.13 renamed the argument.
+    sync_buffers = "broadcast_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+        sync_buffers = "forward_sync_buffers"
     device_ids = None if torch.device(args.device).type == "cpu" else [args.gpu]
     # With gradient accumulation a static graph fails at one of torch's own assertions.
     is_static = args.num_shards == args.world_size and args.compile is None
+    # Gradients that are views of the buckets need no copy into them, nor the memory of a second one.
     with watchdog.waiting():  # for ranks that still build theirs
         return DistributedDataParallel(
             model, device_ids=device_ids, process_group=collectives.world_group(), gradient_as_bucket_view=True,
-            static_graph=is_static, **no_buffers,
+            static_graph=is_static, **{sync_buffers: False},
         )  # fmt: skip
 
 
@@ -65,7 +67,10 @@ class ShardedStep:
             self.gradient_sum = PairwiseGradientSum(self.model, self.shards)
         # DDP computes a mean over processes, and accumulation a sum over local micro-batches: this factor makes both a
         # mean over all. It is 1 in torchvision's case of one micro-batch per process, so nothing is rounded there.
-        self.loss_scale = 1.0 if self.is_deterministic else 1.0 / self.shards.num_local
+        self.loss_scale = 1.0 / self.shards.num_local
+        if self.is_deterministic:
+            # `PairwiseGradientSum` divides by all micro-batches, once and last.
+            self.loss_scale = 1.0
         self.buffers = list(self.model.buffers())
         # The model is built: with deterministic kernels torch fills all new memory, by default, with NaN, so that code
         # which reads it before it writes is found. That costs 4 % of a step on two processes.
@@ -80,10 +85,14 @@ class ShardedStep:
         same at any world size. The wrapped block must not keep the graph.
         """
         seed_device(self.device, FORWARD, self.seed, step, shard)
-        is_last = shard == self.shards.local[-1]
-        saved = [buffer.clone() for buffer in self.buffers] if shard != 0 else []
-        is_ddp = isinstance(self.model, DistributedDataParallel)
-        with self.model.no_sync() if is_ddp and not is_last else nullcontext():
+        # The buffers are put back: a momentum of 0 would not do, since BatchNorm counts its batches all the same.
+        saved = []
+        if shard != 0:
+            saved = [buffer.clone() for buffer in self.buffers]
+        passes = nullcontext()
+        if isinstance(self.model, DistributedDataParallel) and shard != self.shards.local[-1]:
+            passes = self.model.no_sync()
+        with passes:
             yield
         if saved:
             torch._foreach_copy_(self.buffers, saved)

@@ -19,8 +19,10 @@ def layers_of(model: nn.Module) -> dict[str, int]:
         grouped = importlib.import_module("timm.models").group_parameters
         numbers = grouped(model, model.group_matcher(coarse=False), reverse=True)
         return {name: numbers.get(name, max(numbers.values())) for name in names}
-    blocks = {name: block for name in names if (block := _block_of(name))}
+    blocks = {name: _block_of(name) for name in names}
+    blocks = {name: block for name, block in blocks.items() if block}
     order = {block: number for number, block in enumerate(dict.fromkeys(blocks.values()), 1)}
+    # Parameters outside all blocks, before the last block's end, are the stem's: patches, positions, class tokens.
     last = max((index for index, name in enumerate(names) if name in blocks), default=-1)
     ends = {name: 0 if index < last else len(order) + 1 for index, name in enumerate(names)}
     return {name: order[blocks[name]] if name in blocks else ends[name] for name in names}

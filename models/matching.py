@@ -7,9 +7,9 @@ from typing import Any
 import torchvision
 from torch import Tensor, nn
 
-from errors import UserError, counted, in_one_line
+from errors import UserError, as_user_error, counted
 from models.channels import fit_channels
-from models.classifier import AUXILIARY_WEIGHTS, classifier_layers, count_classes
+from models.classifier import classifier_layers, count_classes
 from models.resizing import load_resized
 from settings.custom_code import parse_kwargs
 from settings.options import BY_NAME
@@ -24,8 +24,8 @@ def load_first(
     args: Any,
 ) -> None:
     """Load first weights, or those to evaluate, into a model of `build`; raises as the functions below."""
-    check_rescaling(model, weights, args, source)
     weights = fit_channels(model, weights, args, source)
+    # A new classifier that is not trained scores at chance: an evaluation is refused.
     fill = None if args.test_only else args.classifier_init
     load_matching(model, weights, source, build, num_classes, classifier_init=fill)
 
@@ -35,11 +35,14 @@ def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], args: Any, 
 
     torchvision rescales them for published weights, and training from these keeps it.
     """
-    if args.model not in AUXILIARY_WEIGHTS or not hasattr(weights, "options"):  # published ones, by their name
+    # Published weights have none; `build_model` knows them by their name.
+    if not hasattr(weights, "options"):
         return
-    options, own = weights.options, model.transform_input
+    options = weights.options
     kwargs = options.get("model_kwargs")
-    given = parse_kwargs(kwargs) if BY_NAME["model_kwargs"].is_value(kwargs) else {}
+    given = {}
+    if BY_NAME["model_kwargs"].is_value(kwargs):
+        given = parse_kwargs(kwargs)
     if "transform_input" in given:
         found = bool(given["transform_input"])
     elif "weights" in options:
@@ -52,9 +55,10 @@ def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], args: Any, 
             f"{source} does not say whether its inputs were rescaled to [-1, 1], as those of torchvision's published "
             "weights are; give train.py --model-kwargs transform_input=True or transform_input=False"
         )
-    if found not in (None, own):
+    if found not in (None, model.transform_input):
+        negation = "" if found else "not "
         raise UserError(
-            f"{source} was trained with inputs {'' if found else 'not '}rescaled to [-1, 1]; give --model-kwargs "
+            f"{source} was trained with inputs {negation}rescaled to [-1, 1]; give --model-kwargs "
             f"transform_input={found}"
         )
 
@@ -79,10 +83,7 @@ def load_matching(
         UserError: the state dict belongs to another model, or its classifier does not fit.
     """
     state = model.state_dict()
-    for name, tensor in state.items():
-        found = weights.get(name)
-        if found is not None and tensor.is_floating_point() and (not found.is_floating_point() or found.itemsize < 2):
-            raise UserError(f"{source} is quantized: {name} is {found.dtype}; give weights of 16 bits or more")
+    _check_not_quantized(weights, state, source)
     ends = classifier_layers(model, num_classes)
     own = {name: tensor for name, tensor in state.items() if name.rpartition(".")[0] in ends}
     is_headless = not own.keys() & weights.keys()
@@ -91,13 +92,15 @@ def load_matching(
         weights.update(own)
     check_names(weights, {name: tensor for name, tensor in state.items() if name not in own}, source)
     theirs = count_classes(model, weights, num_classes)
+    # Modules translate state dicts of older versions as they load them, but only those of their own shapes.
     reader = model if theirs == num_classes else build(theirs)
     kind = getattr(weights, "kind", "a state dict")
-    with in_one_line(f"{source} belongs to another model, check --model: it holds {kind}"):
+    with as_user_error(f"{source} belongs to another model, check --model: it holds {kind}"):
         load_resized(reader, weights, source)
     if reader is model and not is_headless:
-        if found := getattr(weights, "disorder", None):
-            raise UserError(f"{source}: {found[0]}; to continue anyway, give --allow-change data")
+        disorder = getattr(weights, "disorder", None)
+        if disorder:
+            raise UserError(f"{source}: {disorder[0]}; to continue anyway, give --allow-change data")
         return
     if classifier_init is None:
         raise UserError(
@@ -115,6 +118,16 @@ def load_matching(
     found = "no classifier" if is_headless else f"classifier of {counted(theirs, 'class')} left out"
     values = "of zeros" if is_zero else "as the model draws it"
     print(f"{source}: {found}, starting a new one of {num_classes} {values} ({', '.join(ends)})")
+
+
+def _check_not_quantized(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], source: str) -> None:
+    """Refuse integers and 8-bit floats for weights of the model, `state`: `load_state_dict` would cast them."""
+    for name, tensor in state.items():
+        found = weights.get(name)
+        if found is None or not tensor.is_floating_point():
+            continue
+        if not found.is_floating_point() or found.itemsize < 2:
+            raise UserError(f"{source} is quantized: {name} is {found.dtype}; give weights of 16 bits or more")
 
 
 def check_names(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], source: str) -> None:

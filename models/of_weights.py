@@ -9,7 +9,7 @@ from torch import nn
 from checkpointing.first_weights import add_published_options
 from checkpointing.preprocessing import choose_preprocessing
 from checkpointing.weights import Weights
-from errors import in_one_line, one_line
+from errors import as_user_error, one_line
 from models.build import build_model, check_name
 from models.classifier import count_classes
 from settings import config
@@ -34,15 +34,19 @@ def build_evaluated(
     known = {key: value for key, value in weights.options.items() if key in BY_NAME}
     options = {key: value for key, value in known.items() if value is None or BY_NAME[key].is_value(value)}
     typed = ["model"] if is_typed else []
-    # Weights that do not tell their channels have as many as there are values for each.
-    number = len(options.get("mean") or given.get("mean") or config.IMAGENET_MEAN)
-    in_chans = options.get("in_chans") or (number if BY_NAME["in_chans"].is_value(number) else 3)
+    in_chans = options.get("in_chans")
+    if not in_chans:
+        # Weights that do not tell their channels have as many as there are values for each.
+        in_chans = len(options.get("mean") or given.get("mean") or config.IMAGENET_MEAN)
+        if not BY_NAME["in_chans"].is_value(in_chans):
+            in_chans = 3
     chosen = Namespace(model=name, test_only=True, resume=one_line(source), synthetic=1, in_chans=in_chans, **given)
-    with in_one_line(source):
+    with as_user_error(source):
         args, _ = config.as_trained(config.resolve(chosen, typed=typed), options)
     args, origin = choose_preprocessing(args, source, weights.options, weights.origin)
     if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
         args = args.replaced(weights=options["weights"])
     args = args.replaced(distributed=False)
-    num_classes = len(weights.classes or ()) or count_classes(build_model(args, 1000), weights, 1000)
-    return build_model(args, num_classes, weights, source).eval().requires_grad_(False), args, origin
+    num_classes = len(weights.classes) if weights.classes else count_classes(build_model(args, 1000), weights, 1000)
+    model = build_model(args, num_classes, weights, source)
+    return model.eval().requires_grad_(False), args, origin

@@ -4,14 +4,13 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from errors import UserError, in_one_line, require_timm
+from errors import UserError, as_user_error
 from settings import choices
 from settings.choices import OPTIMIZERS, SCHEDULES
 from settings.custom_code import load_function
@@ -43,10 +42,10 @@ def set_weight_decay(
         The groups for an optimizer, in the order: other, norm, then each name; empty groups are left out.
     """
     norm_classes = tuple(norm_classes or _NORM_CLASSES)
-    decays = {"other": weight_decay, "norm": norm_weight_decay}
-    custom_keys = list(custom_keys_weight_decay or [])
-    decays.update(custom_keys)
+    custom_decays = dict(custom_keys_weight_decay or [])
+    decays = {"other": weight_decay, "norm": norm_weight_decay, **custom_decays}
     groups = {name: [] for name in decays}
+    # Modules may share a parameter, and torch's optimizers refuse one that is in two groups.
     seen = set()
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -54,15 +53,21 @@ def set_weight_decay(
                 continue
             seen.add(parameter)
             full_name = f"{module_name}.{name}" if module_name else name
-            key = next((key for key, _ in custom_keys if key == (full_name if "." in key else name)), None)
-            is_norm = norm_weight_decay is not None and isinstance(module, norm_classes)
-            groups[key or ("norm" if is_norm else "other")].append(parameter)
+            key = _find_key(name, full_name, custom_decays)
+            if key is None:
+                is_norm = norm_weight_decay is not None and isinstance(module, norm_classes)
+                key = "norm" if is_norm else "other"
+            groups[key].append(parameter)
     return [{"params": groups[name], "weight_decay": decays[name]} for name in groups if groups[name]]
 
 
-# Parameters of torchvision's models that have one dimension in the papers' own code, or that `no_weight_decay()` of
-# timm's models exempts.
-_UNDECAYED = ("class_token", "layer_scale", "pos_embedding", "relative_position_bias_table")
+def _find_key(name: str, full_name: str, keys: Iterable[str]) -> str | None:
+    """Return the first of `set_weight_decay`'s names that means a parameter, or None."""
+    for key in keys:
+        if key == (full_name if "." in key else name):
+            return key
+    return None
+
 
 # The parameters of `--transformer-embedding-decay`: the names in torchvision's script.
 _EMBEDDINGS = ("class_token", "position_embedding", "relative_position_bias_table")
@@ -75,27 +80,14 @@ def build_parameter_groups(args: Any, model: nn.Module) -> list[dict]:
         keys = [(name, decay) for name, decay in decays.items() if decay is not None]
         groups = set_weight_decay(model, args.weight_decay, args.norm_weight_decay, custom_keys_weight_decay=keys)
     else:
+        from models.no_decay import exempt_from_decay
+
         groups = exempt_from_decay(model, args.weight_decay)
     if args.layer_decay is None:
         return groups
     from models.layer_decay import split_by_layer
 
     return split_by_layer(model, groups, args.layer_decay, scaled_lr(args))
-
-
-def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Divide a model's trainable parameters into those that decay and those that timm's common rule exempts.
-
-    Exempt are biases, other parameters with at most one dimension, and those that the model's `no_weight_decay()`
-    names, or `_UNDECAYED` for torchvision's models.
-    """
-    named = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
-    groups = {False: [], True: []}
-    for name, parameter in model.named_parameters():
-        is_named = any(fnmatch(name, pattern) for pattern in named) or name.rpartition(".")[2] in _UNDECAYED
-        if parameter.requires_grad:
-            groups[parameter.ndim <= 1 or name.endswith("bias") or is_named].append(parameter)
-    return [{"params": groups[key], "weight_decay": 0.0 if key else weight_decay} for key in groups if groups[key]]
 
 
 def current_lr(optimizer: torch.optim.Optimizer) -> float:
@@ -108,7 +100,11 @@ def scaled_lr(args: Any) -> float:
     if args.lr_scaling == "none":
         return args.lr
     ratio = args.global_batch_size / args.reference_global_batch
-    return args.lr * (ratio if args.lr_scaling == "linear" else math.sqrt(ratio))
+    # In proportion for SGD (Goyal et al., arXiv 1706.02677); by the root, gradients' noise keeps its variance
+    # (Krizhevsky, arXiv 1404.5997).
+    if args.lr_scaling != "linear":
+        ratio = math.sqrt(ratio)
+    return args.lr * ratio
 
 
 # The options that only some optimizers take, and their names among an optimizer's arguments.
@@ -132,8 +128,19 @@ def zero_momentum(optimizer: torch.optim.Optimizer) -> None:
     skipped: the next one then adds whatever was in that memory (torch 2.11 to 2.14, seen on an H200).
     """
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("momentum") else ():
+        if not group.get("momentum"):
+            continue
+        for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _fast_kernel(build: Callable[..., torch.optim.Optimizer], device: torch.device) -> str:
+    """Return the argument by which an optimizer of `build` is given its fastest kernel that keeps the bits."""
+    # A fused kernel skips steps with overflows by itself, so the host need not wait to read them from the GPU.
+    if device.type == "cuda" and "fused" in inspect.signature(build).parameters:
+        return "fused"
+    # On the CPU it would be slightly faster but round differently; foreach has the bits of a loop over parameters.
+    return "foreach"
 
 
 def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
@@ -146,15 +153,13 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
         value = getattr(args, option)
         if option in row.options and value is not None:
             options[argument] = tuple(value) if isinstance(value, list) else value
-        elif option != "momentum" and value is not None:  # torchvision's commands may give that one in vain
+        # torchvision's commands may give --momentum in vain.
+        elif option != "momentum" and value is not None:
             raise UserError(f"{BY_NAME[option].flag}: --opt {args.opt} has no such option; remove it")
     if row.moments:
-        # A fused kernel skips steps with overflows by itself, so the host need not wait to read them from the GPU. On
-        # the CPU it would be slightly faster but round differently; foreach has the bits of a loop over parameters.
-        is_cuda = parameters[0]["params"][0].device.type == "cuda"
-        options["fused" if is_cuda and "fused" in inspect.signature(build).parameters else "foreach"] = True
+        options[_fast_kernel(build, parameters[0]["params"][0].device)] = True
     # Bad options, a missing package or a missing GPU:
-    with in_one_line(f"--opt {args.opt} cannot be built with these options on this machine"):
+    with as_user_error(f"--opt {args.opt} cannot be built with these options on this machine"):
         optimizer = build(parameters, **options)
     if "fused" in options:
         zero_momentum(optimizer)
@@ -163,7 +168,8 @@ def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
     if getattr(optimizer, "is_second_order", False):
         raise UserError(f"--opt {args.opt} needs second derivatives, which are not supported; use another optimizer")
     if hasattr(optimizer, "deterministic"):
-        optimizer.deterministic = True  # else timm's Kron draws other numbers on each rank
+        # Otherwise timm's Kron draws other numbers on each rank, and the ranks' weights drift apart.
+        optimizer.deterministic = True
     return optimizer
 
 
@@ -175,6 +181,7 @@ def has_two_weights(optimizer: torch.optim.Optimizer) -> bool:
 def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Check a state dict of one of `OPTIMIZERS`; UserError for one that would fail only in the middle of a step."""
     expected = next((choice.moments for choice in OPTIMIZERS.values() if choice.load() is type(optimizer)), ())
+    # torch's SGD and RMSprop without momentum have no buffer of it.
     if not optimizer.defaults.get("momentum"):
         expected = tuple(name for name in expected if name != "momentum_buffer")
     if not expected:
@@ -196,8 +203,8 @@ def check_moments(optimizer: torch.optim.Optimizer, state: dict) -> None:
 # What a checkpoint may hold.
 _PLAIN = dict | list | tuple | str | bool | int | float | None | Tensor
 
-# Keys of a group that options and the schedule set; they are never restored from a checkpoint.
-_SET_BY_OPTIONS = {"betas", "eps", "lr", "lr_scale", "momentum", "name", "weight_decay"}
+# Keys of a group that the model, options and the schedule set; they are never restored from a checkpoint.
+_NO_STATE = {"betas", "eps", "lr", "lr_scale", "momentum", "name", "params", "weight_decay"}
 
 
 class OptimizerState:
@@ -222,10 +229,11 @@ class OptimizerState:
     def load_state_dict(self, state: dict) -> None:
         """Restore momenta, counters and the like; UserError if parameters are grouped otherwise, or it does not fit."""
         own = self.optimizer.state_dict()
-        sizes = [[len(group["params"]) for group in side["param_groups"]] for side in (state, own)]
-        if sizes[0] != sizes[1]:
+        theirs = [len(group["params"]) for group in state["param_groups"]]
+        ours = [len(group["params"]) for group in own["param_groups"]]
+        if theirs != ours:
             raise UserError(
-                f"the checkpoint's optimizer has parameter groups of {sizes[0]} tensors, this run's of {sizes[1]}; "
+                f"the checkpoint's optimizer has parameter groups of {theirs} tensors, this run's of {ours}; "
                 "resume with the same weight-decay options"
             )
         check_moments(self.optimizer, state)
@@ -234,22 +242,26 @@ class OptimizerState:
         self.optimizer.load_state_dict({**own, **rest, "param_groups": restored})
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for index, saved in state["state"].items():
-            if isinstance(index, int):
-                parameter = parameters[index]
-                kept = self.optimizer.state[parameter]
-                kept.update({name: _as_saved(kept[name], saved[name], parameter) for name in saved})
+            # Other keys are names of the optimizer's own; torch loads their values as they are.
+            if not isinstance(index, int):
+                continue
+            parameter = parameters[index]
+            kept = self.optimizer.state[parameter]
+            kept.update({name: _as_saved(kept[name], saved[name], parameter) for name in saved})
 
     def _is_state(self, name: str, value: Any) -> bool:
         """Tell whether the optimizer itself has added or changed an entry of a group."""
-        if name == "params" or name in _SET_BY_OPTIONS:
+        if name in _NO_STATE:
             return False
-        defaults = self.optimizer.defaults
+        if name not in self.optimizer.defaults:
+            return True
         # A tensor may have been changed in place, and the default, which may be the same one, with it.
-        return name not in defaults or isinstance(value, Tensor) or value != defaults[name]
+        return isinstance(value, Tensor) or value != self.optimizer.defaults[name]
 
 
 def to_plain(value: Any) -> Any:
     """Return a value as plain data, numpy's numbers as Python's; UserError if a checkpoint cannot hold it."""
+    # Not `isinstance`: numpy's float64 is a float too, and `torch.load(weights_only=True)` refuses to open it.
     if isinstance(value, Tensor) or type(value) in (bool, int, float, str, type(None)):
         return value
     if isinstance(value, dict):
@@ -273,14 +285,16 @@ def _as_saved(loaded: Any, saved: Any, parameter: Tensor) -> Any:
         return type(saved)(_as_saved(*pair, parameter) for pair in zip(loaded, saved, strict=True))
     if not isinstance(saved, Tensor) or not isinstance(loaded, Tensor):
         return loaded
-    loaded = loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if loaded.dtype != saved.dtype:
+        loaded = saved.to(loaded.device)
     if loaded.shape == parameter.shape and loaded.stride() != parameter.stride():
         return torch.empty_like(parameter, dtype=loaded.dtype).copy_(loaded)
     return loaded
 
 
-# Schedules in closed form, of which nothing is saved or restored. Each returns the rate from the peak, the position,
-# where the schedule begins and ends, in epochs, and its options; `settings.choices` names them.
+# A schedule is a formula of the position, of which nothing is saved: the state of torch's schedulers would bring back
+# the old rate, and milestones, of a run that is resumed with new options. `settings.choices` names them; each takes the
+# peak, the position, where the schedule begins and ends, in epochs, and its options.
 
 
 def drop(peak: float, epoch: float, begin: int, end: int, *, lr_step_size: int, lr_gamma: float) -> float:
@@ -288,52 +302,22 @@ def drop(peak: float, epoch: float, begin: int, end: int, *, lr_step_size: int, 
     return peak * lr_gamma ** ((epoch - begin) // lr_step_size)
 
 
-def drop_at(peak: float, epoch: float, begin: int, end: int, *, lr_milestones: list[int], lr_gamma: float) -> float:
-    """Fall by a factor at each milestone."""
-    return peak * lr_gamma ** sum(milestone <= epoch - begin for milestone in lr_milestones)
-
-
-def decay(peak: float, epoch: float, begin: int, end: int, *, lr_gamma: float) -> float:
-    """Fall by a factor an epoch, smoothly."""
-    return peak * lr_gamma ** (epoch - begin)
-
-
-def cosine(peak: float, epoch: float, begin: int, end: int, *, lr_min: float) -> float:
-    """Fall to lr_min along half a cosine."""
-    return lr_min + (peak - lr_min) * (1.0 + math.cos(math.pi * (epoch - begin) / (end - begin))) / 2.0
-
-
-def line(peak: float, epoch: float, begin: int, end: int, *, lr_min: float) -> float:
-    """Fall to lr_min in a line."""
-    return peak + (lr_min - peak) * (epoch - begin) / (end - begin)
-
-
-def power(peak: float, epoch: float, begin: int, end: int, *, lr_power: float, lr_min: float) -> float:
-    """Fall to lr_min along a power of what is left."""
-    return lr_min + (peak - lr_min) * (1.0 - (epoch - begin) / (end - begin)) ** lr_power
-
-
-def cool_down(peak: float, epoch: float, begin: int, end: int, *, lr_cooldown_epochs: int, lr_min: float) -> float:
-    """Stay, and fall to lr_min in a line in the last epochs."""
-    return peak + (lr_min - peak) * max(0.0, epoch - (end - lr_cooldown_epochs)) / lr_cooldown_epochs
-
-
 def find_schedule(args: Any) -> tuple[Callable[..., float], choices.Schedule]:
     """Return the function of `--lr-scheduler` and its row. The user's own returns a factor of the peak rate."""
     function = load_function("lr_scheduler", args)
     if not split_custom(args.lr_scheduler):
         return function, SCHEDULES[args.lr_scheduler]
+    from models.own_schedule import scale_peak
 
-    def rate(peak: float, epoch: float, begin: int, end: int) -> float:
-        return float(peak * function(epoch - begin, end - begin))
-
-    return rate, choices.Schedule(args.lr_scheduler, uses_epochs=True)
+    return scale_peak(function), choices.Schedule(args.lr_scheduler, uses_epochs=True)
 
 
 def lr_at(args: Any, epoch: float, peak: float) -> float:
     """Return the learning rate at a position in epochs from 0; `peak` is the rate after the warm-up."""
     if epoch < args.lr_warmup_epochs:
-        progress = epoch / args.lr_warmup_epochs if args.lr_warmup_method == "linear" else 0.0
+        progress = 0.0
+        if args.lr_warmup_method == "linear":
+            progress = epoch / args.lr_warmup_epochs
         return peak * (args.lr_warmup_decay + (1.0 - args.lr_warmup_decay) * progress)
     begin = args.lr_warmup_epochs if args.lr_warmup_prefix else 0
     rate, schedule = find_schedule(args)
@@ -345,40 +329,46 @@ class LRScheduler:
     """Sets the learning rate of every parameter group from the position in the run; see `check_schedule`."""
 
     def __init__(self, args: Any, optimizer: torch.optim.Optimizer) -> None:
-        self.args, self.optimizer = args, optimizer
+        self.args = args
+        self.optimizer = optimizer
         # A group with lr_scale takes that share of the whole schedule, `--lr-min` included.
         full = current_lr(optimizer)
         self.peaks = [full if "lr_scale" in group else group["lr"] for group in optimizer.param_groups]
 
     def set_position(self, epoch: int, step: int, steps_per_epoch: int) -> None:
         """Set each group's learning rate for a step, from 0, of an epoch: torchvision's changes once an epoch."""
-        position = epoch + step / steps_per_epoch if self.args.lr_per_step else epoch
+        position = epoch
+        if self.args.lr_per_step:
+            position += step / steps_per_epoch
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = lr_at(self.args, position, peak) * group.get("lr_scale", 1.0)
 
 
 def check_schedule(args: Any) -> None:
     """Raise UserError if the schedule lacks an option or epochs, or leaves the bounds of `--lr`."""
-    name, (_, schedule) = f"--lr-scheduler {args.lr_scheduler}", find_schedule(args)
+    name = f"--lr-scheduler {args.lr_scheduler}"
+    _, schedule = find_schedule(args)
     for option in schedule.options:
         if getattr(args, option) is None:
             raise UserError(f"{name} needs {BY_NAME[option].flag}: {BY_NAME[option].help}")
-    needed = args.lr_cooldown_epochs if "lr_cooldown_epochs" in schedule.options else int(schedule.uses_epochs)
+    needed = int(schedule.uses_epochs)
+    if "lr_cooldown_epochs" in schedule.options:
+        needed = args.lr_cooldown_epochs
     if args.lr_warmup_epochs + needed > args.epochs:
         room = max(args.epochs - args.lr_warmup_epochs, 0) or "nothing"
         left = f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves {room} of --epochs {args.epochs}"
         raise UserError(f"{left}, but {name} needs {needed}; give fewer warm-up epochs, or more --epochs")
     if split_custom(args.lr_scheduler):
-        with in_one_line(name):
-            parts = 16 if args.lr_per_step else 1
-            factors, again = ([lr_at(args, step / parts, 1.0) for step in range(parts * args.epochs)] for _ in range(2))
-        if bad := [step for step, factor in enumerate(factors) if not 0 <= factor <= BY_NAME["lr"].at_most]:
-            raise UserError(f"{name}: its factor in epoch {bad[0] / parts:g} is {factors[bad[0]]}; expected 0 or more")
-        if factors != again:
-            raise UserError(f"{name}: a second call returns different factors; give a function of its arguments alone")
+        from models.own_schedule import check_factors
+
+        parts = 16 if args.lr_per_step else 1
+        positions = [step / parts for step in range(parts * args.epochs)]
+        check_factors(name, positions, lambda position: lr_at(args, position, 1.0))
+    # Every formula falls throughout or, with --lr-gamma above 1, rises throughout: then its end has the largest rate.
     try:
         rates = [lr_at(args, epoch, args.lr) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
     except OverflowError:
+        # Python raises this for a power of floats that is too large, where torch would return inf.
         rates = [math.inf]
     if max(rates) > BY_NAME["lr"].at_most:
         raise UserError(
@@ -405,13 +395,16 @@ def clip_gradients(
     """
     if not is_read and (max_norm, agc, value) == (None, None, None):
         return None
-    parameters, norm = list(parameters), None
+    parameters = list(parameters)
+    norm = None
     if max_norm is not None or is_read:
         clipped = [parameter for parameter in parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in clipped])
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)
     if agc is not None:
+        from settings.packages import require_timm
+
         utilities = importlib.import_module(f"{require_timm('--clip-agc', agc).__name__}.utils")
         utilities.adaptive_clip_grad(parameters[:-2], agc)
     if value is not None:
@@ -428,28 +421,31 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             by_device.setdefault(tensor.device, []).append(tensor.detach())
-    orders = (2, math.inf)
-    return all(
-        any(bool(torch.stack(torch._foreach_norm(group, ord=order)).isfinite().all()) for order in orders)
-        for group in by_device.values()
-    )
+    return all(any(_has_finite_norms(group, order) for order in (2, math.inf)) for group in by_device.values())
+
+
+def _has_finite_norms(tensors: list[Tensor], order: float) -> bool:
+    return bool(torch.stack(torch._foreach_norm(tensors, ord=order)).isfinite().all())
 
 
 def find_non_finite(
     model: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer | None = None
 ) -> str | None:
     """Return the name of the first part of a run's state that is not finite, or None."""
-    numbers = [] if optimizer is None else tree_iter([*optimizer.state.values(), *optimizer.param_groups])
-    parts = {
-        "weights": model.parameters(),
-        "running statistics": model.buffers(),
-        "averaged weights": [] if average is None else [*average.parameters(), *average.buffers()],
-        "optimizer's numbers": filter(torch.is_tensor, numbers),
-    }
-    return next((name for name, tensors in parts.items() if not all_finite(tensors)), None)
+    parts = {"weights": model.parameters(), "running statistics": model.buffers()}
+    if average is not None:
+        parts["averaged weights"] = [*average.parameters(), *average.buffers()]
+    if optimizer is not None:
+        numbers = tree_iter([*optimizer.state.values(), *optimizer.param_groups])
+        parts["optimizer's numbers"] = filter(torch.is_tensor, numbers)
+    for name, tensors in parts.items():
+        if not all_finite(tensors):
+            return name
+    return None
 
 
 def check_finite(model: nn.Module, average: nn.Module | None) -> None:
     """Raise UserError if a model that is to be evaluated, or its average, has numbers that are not finite."""
-    if (bad := find_non_finite(model, average)) is not None:
+    bad = find_non_finite(model, average)
+    if bad is not None:
         raise UserError(f"the {bad} of the model are not finite; evaluate another checkpoint", exit_code=5)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from errors import UserError, did_you_mean, require_timm
+from errors import UserError, did_you_mean
 from settings.custom_code import load_function
 from settings.options import split_custom
+from settings.packages import require_timm
 
 
 def find_other(args: Any, arguments: Iterable[str]) -> tuple[Callable[..., torch.optim.Optimizer], Collection[str]]:
@@ -35,4 +36,5 @@ def find_other(args: Any, arguments: Iterable[str]) -> tuple[Callable[..., torch
 def set_muon_type(dtype: torch.dtype) -> None:
     """Set the type in which timm's Muon orthogonalises: its optimizers have no option for this argument."""
     muon = importlib.import_module("timm.optim.muon")
-    muon.zeropower_via_newtonschulz = partial(muon.zeropower_via_newtonschulz, dtype=dtype)  # replaces an earlier one
+    # Of the function that an earlier call has put there too: the keyword given last counts.
+    muon.zeropower_via_newtonschulz = partial(muon.zeropower_via_newtonschulz, dtype=dtype)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from errors import UserError, in_one_line
-from metrics import example_targets
-from models.build import further_outputs
+from errors import UserError, as_user_error
+from metrics.own import example_targets
+from models.build import begin_training, score_zeros_on
 from settings.options import split_custom
 
 
 def build_own(args: Any, build: Callable[[], Any], num_classes: int, model: nn.Module | None) -> Any:
     """Return a loss of the user's own, tried on some scores of that many classes; UserError if it is none."""
-    with in_one_line(f"--criterion {args.criterion}"):
+    with as_user_error(f"--criterion {args.criterion}"):
         torch.manual_seed(args.seed)  # in a resumed run too
         criterion = build()
         if not callable(criterion):
@@ -24,12 +24,17 @@ def build_own(args: Any, build: Callable[[], Any], num_classes: int, model: nn.M
         targets = example_targets(args, num_classes) if num_classes else []
         if targets:
             scores = torch.arange(len(targets[0]) * num_classes).view(-1, num_classes).cos()
-            more = further_outputs(model, args, len(scores)) if model is not None and split_custom(args.model) else ()
-            outputs = [scores, (scores, *more)] if more else [scores]
+            outputs = [scores]
+            if model is not None and split_custom(args.model):
+                more = _further_outputs(model, args, len(scores))
+                if more:
+                    outputs.append((scores, *more))
         for target in targets:
             for output in outputs:
                 _check_loss(criterion, output, target)
-    return criterion.to(args.device) if isinstance(criterion, nn.Module) else criterion
+    if isinstance(criterion, nn.Module):
+        criterion = criterion.to(args.device)
+    return criterion
 
 
 def _check_loss(criterion: Any, output: Tensor | tuple, target: Tensor) -> None:
@@ -37,13 +42,18 @@ def _check_loss(criterion: Any, output: Tensor | tuple, target: Tensor) -> None:
 
     def repeated(part: Any) -> Any:
         is_batch = isinstance(part, Tensor) and part.shape[:1] == target.shape[:1]
-        part = torch.cat([part] * 3) if is_batch else part
-        return part.requires_grad_() if is_batch and part.is_floating_point() else part
+        if not is_batch:
+            return part
+        part = torch.cat([part] * 3)
+        return part.requires_grad_() if part.is_floating_point() else part
 
+    # A copy, since the loss may count its calls or keep sums, and the run shall begin with a new one.
     trial = copy.deepcopy(criterion)
     kind = "scores" if isinstance(output, Tensor) else f"a tuple of {len(output)}, as the model returns in training,"
-    with in_one_line(f"{kind} and targets of shape {tuple(target.shape)}"):
-        loss, thrice = trial(output, target), trial(tree_map(repeated, output), torch.cat([target] * 3))
+    with as_user_error(f"{kind} and targets of shape {tuple(target.shape)}"):
+        loss = trial(output, target)
+        # A mean of three copies of a batch is that of one, while a sum is three times it.
+        thrice = trial(tree_map(repeated, output), torch.cat([target] * 3))
     is_loss = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point() and thrice.requires_grad
     if not is_loss or (loss and thrice.isclose(3 * loss)):
         found = f"{loss!r:.40}, and of three copies {thrice!r:.40}"
@@ -52,3 +62,13 @@ def _check_loss(criterion: Any, output: Tensor | tuple, target: Tensor) -> None:
         is_trained = any(each.requires_grad for each in criterion.parameters())
         if is_trained or not all(map(torch.equal, criterion.buffers(), trial.buffers())):
             raise UserError("a loss's parameters and buffers are not trained or saved; move them into the model")
+
+
+def _further_outputs(model: nn.Module, args: Any, num_images: int) -> tuple:
+    """Return what a model returns beside the scores in training, for black images; its state stays as it is."""
+    begin_training(model)
+    side = args.train_crop_size
+    output = score_zeros_on(next(model.parameters()).device, model, (num_images, args.in_chans, side, side))
+    if isinstance(output, Tensor):
+        return ()
+    return tuple(output[1:])

@@ -35,14 +35,18 @@ class PairwiseGradientSum:
         self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
         self._sums = []  # (number of micro-batches, their gradients' sum), as the digits of a binary counter
         self._exchanges = []  # of this step's buckets under way
+        # DDP's own all-reduce sums in an order that depends on an element's place in its bucket, and packs its buckets
+        # anew after its first backward pass: at three processes or more a resumed run would differ in its first step.
         self.is_overlapped = isinstance(model, DistributedDataParallel)
         if self.is_overlapped:
             model.register_comm_hook(None, self._sum_bucket)
 
     def add_shard(self) -> None:
         """Move the gradients of the micro-batch just computed from the parameters into the sum."""
-        if self.is_overlapped and len(self.shards.local) == 1 + sum(count for count, _ in self._sums):
-            return  # the last micro-batch, which DDP's hook has added
+        num_summed = sum(count for count, _ in self._sums)
+        if self.is_overlapped and num_summed == len(self.shards.local) - 1:
+            # This is the last micro-batch, whose buckets DDP's hook has added as the backward pass filled them.
+            return
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -54,28 +58,40 @@ class PairwiseGradientSum:
             self._sums.clear()
             return
         for parameter, gradient in zip(self.parameters, _fold(self._sums), strict=True):
-            parameter.grad = gradient if gradient is None else gradient.div_(self.shards.num_shards)
+            if gradient is not None:
+                # Dividing the sum once gives the same bits at any number of processes. To divide by W, and by V / W
+                # before it, is exact for powers of two alone.
+                gradient.div_(self.shards.num_shards)
+            parameter.grad = gradient
 
     def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         """Return a future of a bucket's mean over all micro-batches; DDP calls this hook for each bucket in turn."""
         parameters = bucket.parameters()
         # A bucket holds gradients in the memory order of their parameters, which may be NHWC, and shows them as NCHW.
-        gradients = [g.as_strided(p.shape, p.stride()) for g, p in zip(bucket.gradients(), parameters, strict=True)]
+        gradients = [
+            gradient.as_strided(parameter.shape, parameter.stride())
+            for gradient, parameter in zip(bucket.gradients(), parameters, strict=True)
+        ]
+        # V / W is a power of two, so the last micro-batch carries through all digits: the newest sum is added first.
         for _, sums in reversed(self._sums):
-            pairs = zip(gradients, (sums[self._places[p]] for p in parameters), strict=True)
-            torch._foreach_add_(*zip(*(pair for pair in pairs if pair[1] is not None), strict=True))
+            addends = [sums[self._places[parameter]] for parameter in parameters]
+            pairs = [pair for pair in zip(gradients, addends, strict=True) if pair[1] is not None]
+            torch._foreach_add_(*zip(*pairs, strict=True))
         flat = bucket.buffer()
         if self.shards.world_size == 2:
+            # Addition commutes, so two addends have one sum in any order: one collective does, in place of two.
             work = dist.all_reduce(flat, group=collectives.world_group(), async_op=True)
             return work.get_future().then(lambda done: done.value()[0].div_(self.shards.num_shards))
         exchange = _Exchange(flat, self.shards)
+        # A bucket's parts travel while the backward pass fills the next one: only then are they waited for.
         if self._exchanges:
             self._exchanges[-1].send_back()
         self._exchanges.append(exchange)
         if bucket.is_last():
             exchange.send_back()
-            while self._exchanges:
-                self._exchanges.pop(0).finish()
+            for each in self._exchanges:
+                each.finish()
+            self._exchanges.clear()
         return exchange.mean
 
 
@@ -86,8 +102,11 @@ class _Exchange:
     """
 
     def __init__(self, flat: Tensor, shards: VirtualShards) -> None:
-        self.flat, self.shards = flat, shards
-        self.mean = Future(devices=None if flat.device.type == "cpu" else [flat.device])
+        self.flat = flat
+        self.shards = shards
+        devices = None if flat.device.type == "cpu" else [flat.device]
+        self.mean = Future(devices=devices)
+        # The collectives take parts of one size.
         rest = -flat.numel() % shards.world_size
         self.padded = nn.functional.pad(flat, (0, rest)) if rest else flat
         self.parts = torch.empty_like(self.padded)
@@ -112,10 +131,14 @@ class _Exchange:
 
 
 def _push(sums: list[tuple[int, list]], addend: list[Tensor | None]) -> None:
-    sums.append((1, addend))
-    while len(sums) > 1 and sums[-1][0] == sums[-2][0]:
-        (count, right), (_, left) = sums.pop(), sums.pop()
-        sums.append((2 * count, _add(left, right)))
+    """Add the gradients of a micro-batch to the counter, whose last two digits carry while they are equal."""
+    count = 1
+    total = addend
+    while sums and sums[-1][0] == count:
+        _, left = sums.pop()
+        total = _add(left, total)
+        count *= 2
+    sums.append((count, total))
 
 
 def _fold(sums: list[tuple[int, list]]) -> list[Tensor | None]:
@@ -129,4 +152,12 @@ def _fold(sums: list[tuple[int, list]]) -> list[Tensor | None]:
 
 def _add(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
     """Add lists of gradients in place; a parameter that a micro-batch did not use has None."""
-    return [a if b is None else b if a is None else a.add_(b) for a, b in zip(left, right, strict=True)]
+    total = []
+    for one, other in zip(left, right, strict=True):
+        if one is None:
+            total.append(other)
+        elif other is None:
+            total.append(one)
+        else:
+            total.append(one.add_(other))
+    return total

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from checkpointing.guard import compare_classes, find_disorder
+from checkpointing.class_order import find_disorder
+from checkpointing.guard import compare_classes
 from checkpointing.published import fetch_by_name
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
-from errors import UserError, find_timm_config, in_one_line
+from errors import UserError, as_user_error
 from models.of_weights import build_evaluated
 from settings import config
 from settings.options import WHY_TYPED, is_same_model, split_custom
+from settings.packages import find_timm_config
 
 
 class Distillation(nn.Module):
@@ -37,11 +39,15 @@ class Distillation(nn.Module):
         is_soft: bool = False, alpha: float = 0.5, temperature: float = 3.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.criterion, self.teacher = criterion, teacher
-        self.is_soft, self.alpha, self.temperature = is_soft, alpha, temperature
+        self.criterion = criterion
+        self.teacher = teacher
+        self.is_soft = is_soft
+        self.alpha = alpha
+        self.temperature = temperature
         self.has_token = hasattr(student, "set_distilled_training")
         if self.has_token:
             student.set_distilled_training(True)  # return both heads' scores in training; their mean otherwise
+        # A loss is given scores and targets alone, so that a hook takes the images on their way into the student.
         self._image = None
         student.register_forward_pre_hook(self._note)
 
@@ -53,15 +59,19 @@ class Distillation(nn.Module):
         """Return the loss, a 0-d tensor, for the images that the student has just seen."""
         if not torch.is_grad_enabled():  # in evaluation
             return self.criterion(output, target)
-        image, self._image = self._image, None
-        with torch.no_grad():  # not inference mode: autograd takes none of its tensors
+        image = self._image
+        self._image = None
+        # Not inference mode, whose tensors autograd refuses in the loss.
+        with torch.no_grad():
             taught = self.teacher(image).float()
         if self.has_token:
             output, learned = output
         else:
             learned = output if isinstance(output, Tensor) else output[0]
         if self.is_soft:
-            ours, theirs = (F.log_softmax(each / self.temperature, dim=1) for each in (learned.float(), taught))
+            ours = F.log_softmax(learned.float() / self.temperature, dim=1)
+            theirs = F.log_softmax(taught / self.temperature, dim=1)
+            # Softened scores have gradients smaller by the square of the temperature (Hinton et al., arXiv 1503.02531).
             loss = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * self.temperature**2
         else:
             loss = F.cross_entropy(learned.float(), taught.argmax(dim=1))
@@ -81,16 +91,20 @@ def distil(args: config.Resolved, student: nn.Module, criterion: nn.Module, clas
 
 def build_teacher(args: config.Resolved, classes: list[str]) -> nn.Module:
     """Return the model of `--teacher` on the CPU; UserError if it is not found, or is of other classes or images."""
-    source, size = f"--teacher {args.teacher}", args.train_crop_size
+    source = f"--teacher {args.teacher}"
+    size = args.train_crop_size
     weights = _load_teacher(args.teacher, source)
     name = weights.options.get("model")
     if name is None:
         raise UserError(f"{source} does not name its model; give a checkpoint, whose `args` name it")
     is_custom = split_custom(name) is not None
-    if is_custom and not is_same_model(name, args.model if args.model in args.trusted else ""):
-        raise UserError(f"{source} is a model of {name}, {WHY_TYPED}")
-    name = args.model if is_custom else name
-    with in_one_line(source):
+    if is_custom:
+        # Code runs if the command line itself names it, as the student's; a checkpoint's word is not enough.
+        typed = args.model if args.model in args.trusted else ""
+        if not is_same_model(name, typed):
+            raise UserError(f"{source} is a model of {name}, {WHY_TYPED}")
+        name = args.model
+    with as_user_error(source):
         given = {"val_crop_size": size, "val_resize_size": size}
         model, own, _ = build_evaluated(args.teacher, name, weights, given, is_typed=is_custom)
         for side in (args.train_crop_size_min or size, size):
@@ -100,8 +114,11 @@ def build_teacher(args: config.Resolved, classes: list[str]) -> nn.Module:
             f"{source} has {num_classes} classes, but the data has {len(classes)}; give a teacher with the same classes"
         )
     # Published weights may have other names for the same classes.
-    is_named = Path(args.teacher).is_file() and weights.classes is not None
-    if differences := compare_classes(weights.classes, classes) if is_named else find_disorder(weights.script, classes):
+    if Path(args.teacher).is_file() and weights.classes is not None:
+        differences = compare_classes(weights.classes, classes)
+    else:
+        differences = find_disorder(weights.script, classes)
+    if differences:
         raise UserError(f"{source} has different classes: {differences[0]}; give a teacher with the same classes")
     print(f"{source}: {weights.kind}")
     if (own.mean, own.std) != (args.mean, args.std):
@@ -122,5 +139,5 @@ def _load_teacher(name: str, source: str) -> Weights:
         return weights
     if Path(name).is_file():
         return load_weights(Path(name), name=source)
-    with in_one_line("--teacher"):
+    with as_user_error("--teacher"):
         return fetch_by_name(name)

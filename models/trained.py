@@ -4,27 +4,30 @@ from typing import Any
 
 from torch import nn
 
-from errors import in_one_line
+from errors import as_user_error
 from models.build import compile_model
-from models.ema import ExponentialMovingAverage
 from models.resizing import load_resized
 
 
-def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> ExponentialMovingAverage | None:
+def load_evaluated(args: Any, model: nn.Module, state: dict | None) -> nn.Module | None:
     """Load the weights of a checkpoint to evaluate, if there is one, and return the average that it holds, if any.
 
     Position embeddings and biases are resized to the images, like those of `--weights`; UserError if anything misfits.
     """
     if state is None:
         return None
-    source, misfit = f"--resume {args.resume}", f"does not fit --model {args.model}"
-    with in_one_line(f"the checkpoint of {source} {misfit}"):
+    source = f"--resume {args.resume}"
+    misfit = f"does not fit --model {args.model}"
+    with as_user_error(f"the checkpoint of {source} {misfit}"):
         load_resized(model, state["model"], source)
     if "model_ema" not in state:
         return None
+    from models.ema import ExponentialMovingAverage
+
+    # No update follows, so that the decay does not matter.
     model_ema = ExponentialMovingAverage(model, decay=0.0, device=None)
     averaged = {name.removeprefix("module."): each for name, each in state["model_ema"].items() if name != "n_averaged"}
-    with in_one_line(f"the average in the checkpoint of {source} {misfit}"):
+    with as_user_error(f"the average in the checkpoint of {source} {misfit}"):
         load_resized(model_ema.module, averaged, f"the average of {source}")
     compile_model(model_ema.module, args)
     return model_ema

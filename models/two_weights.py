@@ -16,7 +16,10 @@ class TrainedWeights:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer, self._kept = model, optimizer, None
+        self.model = model
+        self.optimizer = optimizer
+        self._kept = None
+        # Schedule-free optimizers refuse a step before it.
         optimizer.train()
 
     @contextmanager
@@ -25,6 +28,7 @@ class TrainedWeights:
         if self._kept is not None:
             yield
             return
+        # A copy, since `eval()` and `train()` interpolate between both kinds: they round, and do not invert each other.
         self._kept = self._copy()
         self.optimizer.eval()
         evaluated = self._copy()

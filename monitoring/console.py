@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from checkpointing.checkpoint import RunState
-from distributed.signals import at_end
-from errors import attempt, counted, one_line
+from distributed.lending import at_end
+from errors import counted, one_line, warn_on_failure
 from files import open_regular
 from settings.custom_code import own_code
 from settings.options import BY_NAME
@@ -33,9 +33,11 @@ class _Tee:
     """A stream that also calls a function with each text; its other attributes are the stream's."""
 
     def __init__(self, stream: TextIO, take: Callable[[str], None]) -> None:
-        self._stream, self._take = stream, take
+        self._stream = stream
+        self._take = take
 
     def write(self, text: str) -> int:
+        # First into the file: a terminal that is gone raises.
         self._take(text)
         return self._stream.write(text)
 
@@ -51,7 +53,10 @@ class LogFile:
 
     def __init__(self) -> None:
         self._streams = ExitStack()
-        self._folder, self._file, self._line, self._waiting = None, None, "", b""
+        self._folder = self._file = None
+        self._line = ""  # the part of a line that has come so far
+        # The folder is claimed last of a start: until then text waits here, and a start that is refused writes none.
+        self._waiting = b""
 
     def keep(self) -> None:
         """Keep what is printed from now on."""
@@ -76,7 +81,7 @@ class LogFile:
         text = "".join(f"{one_line(line)}\n" for line in lines)
         self._waiting = (self._waiting + text.encode(errors="backslashreplace"))[-_MAX_WAITING:]
         if self._folder is not None and self._waiting:  # the warning of a failure comes back here once
-            attempt(f"log.txt in {self._folder} is not written", self._write)
+            warn_on_failure(f"log.txt in {self._folder} is not written", self._write)
 
     def _write(self) -> None:
         if self._file is None:
@@ -87,8 +92,10 @@ class LogFile:
     def close(self, error: BaseException | None = None) -> None:
         """Write the error that ended the run, if there is one, and stop keeping text."""
         if error is not None:
-            is_known = hasattr(error, "exit_code")
-            self.add(f"{type(error).__name__}: {error}\n" if is_known else "".join(traceback.format_exception(error)))
+            if hasattr(error, "exit_code"):
+                self.add(f"{type(error).__name__}: {error}\n")
+            else:  # a bug, or an error of a library
+                self.add("".join(traceback.format_exception(error)))
         self._streams.close()
         self._folder = None
         if self._file is not None:
@@ -111,9 +118,11 @@ def hash_line(hashes: dict[str, str]) -> str:
 
 def describe_size(model: nn.Module) -> str:
     """Return how many parameters a model has, and how many of them are trained if those are fewer."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    num_all, num_trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    return f"{num_all:,} parameters" + (f", {num_trained:,} trained" if num_trained < num_all else "")
+    parameters = list(model.parameters())
+    num_all = sum(each.numel() for each in parameters)
+    num_trained = sum(each.numel() for each in parameters if each.requires_grad)
+    trained = f", {num_trained:,} trained" if num_trained < num_all else ""
+    return f"{num_all:,} parameters{trained}"
 
 
 def first_lines(args: Any, model: nn.Module, state: RunState, folder: Path) -> list[str]:
@@ -121,10 +130,11 @@ def first_lines(args: Any, model: nn.Module, state: RunState, folder: Path) -> l
     device = next(model.parameters()).device
     kind = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     batch = f"{counted(state.steps_per_epoch, 'step')} of {counted(args.global_batch_size, 'image')}"
+    records = ["metrics.jsonl", *(name for name in args.logger if name != "none")]
     return [
         f"{args.model}: {describe_size(model)}, on {device}{kind}, {counted(args.world_size, 'process')}",
         f"{counted(args.epochs, 'epoch')} of {batch}; the output goes to {folder}",
-        f"records go to {', '.join(['metrics.jsonl', *(name for name in args.logger if name != 'none')])}",
+        f"records go to {', '.join(records)}",
         hash_line(state.facts["hashes"]),
     ]
 
@@ -132,21 +142,31 @@ def first_lines(args: Any, model: nn.Module, state: RunState, folder: Path) -> l
 def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
     """Return the lines about a finished run beside its result: commands to use it."""
     best = next((name for name, best in state.bests.items() if best is not None), "checkpoint")
-    words = ["--test-only", "--resume", str(folder / f"{best}.pth")]
-    words += ["--data-path", args.data_path] if args.synthetic is None else ["--synthetic", str(args.synthetic)]
-    for name in ("minival", "minival_fold", "limit_val_images"):
-        if args.synthetic is None and getattr(args, name):
-            words += [BY_NAME[name].flag, str(getattr(args, name))]
-    words += ["--device", str(args.device)] if "device" in args.given else []
-    # A FILE.py is run only if it is named.
-    own = [(n, [BY_NAME[n].flag, text]) for n, text in own_code(vars(args)) if n in ("model", "criterion")]
-    words += [word for _, given in own for word in given]
-    words += ["--metrics", *args.metrics] if args.metrics else []
-    model = [word for name, given in own if name == "model" for word in given]
-    curves = f"curves    tensorboard --logdir {shlex.quote(str(folder))}"
+    checkpoint = str(folder / f"{best}.pth")
+    # Only what the checkpoint cannot say: it has the preprocessing, but data and devices move.
+    words = ["--test-only", "--resume", checkpoint]
+    if args.synthetic is None:
+        words += ["--data-path", args.data_path]
+        for name in ("minival", "minival_fold", "limit_val_images"):
+            if getattr(args, name):
+                words += [BY_NAME[name].flag, str(getattr(args, name))]
+    else:
+        words += ["--synthetic", str(args.synthetic)]
+    if "device" in args.given:
+        words += ["--device", str(args.device)]
+    # Code is run only where the command line itself names it, so a FILE.py is given again.
+    model = []
+    for name, text in own_code(vars(args)):
+        if name in ("model", "criterion"):
+            words += [BY_NAME[name].flag, text]
+            model += [BY_NAME[name].flag, text] if name == "model" else []
+    if args.metrics:
+        words += ["--metrics", *args.metrics]
+    quoted = shlex.quote(str(folder))
+    curves = [f"curves    tensorboard --logdir {quoted}"] if "tensorboard" in args.logger else []
     return [
-        *([curves] if "tensorboard" in args.logger else []),
+        *curves,
         f"evaluate  python {shlex.join([command()[0], *words])}",
-        f"report    python -m scripts.report {shlex.quote(str(folder))}",
-        f"predict   python -m scripts.predict {shlex.join([str(folder / f'{best}.pth'), 'IMAGES', *model])}",
+        f"report    python -m scripts.report {quoted}",
+        f"predict   python -m scripts.predict {shlex.join([checkpoint, 'IMAGES', *model])}",
     ]

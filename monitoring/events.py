@@ -5,7 +5,6 @@ import socket
 import struct
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +14,6 @@ from settings.choices import CURVES
 
 # Fields without a curve: the step, time, images and processes of a measurement.
 NOT_DRAWN = {"kind", "step", "epoch", "time", "n", "world_size", "images", "hours"}
-
 
 # Charts of training and all evaluations together.
 CHARTS = {CURVES[name].title: ["Multiline", [rf"^\w+/{name}$"]] for name in ("loss", "acc1", "acc5")}
@@ -51,7 +49,8 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard.summary import custom_scalars, text
 
-        self._folder, self._shown = folder, set()
+        self._folder = folder
+        self._shown = set()  # names of pictures that are in the file
         earlier = own_files(folder, EVENT_FILES)
         path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._buffered = open(path, "xb")  # noqa: SIM115
@@ -60,10 +59,13 @@ class EventFile:
             self._add(file_version="brain.Event:2")
             # Makes a running TensorBoard forget the earlier files.
             self._add(session_log=SessionLog(status=SessionLog.START))
-            rows = [f"| {n.replace('_', '-')} | {str(v).replace('|', '/')} |" for n, v in facts.get("args", {}).items()]
             self._add(summary=custom_scalars({"Training and validation": CHARTS}))
-            self._add(summary=text("options", "\n".join(["| option | value |", "|---|---|", *rows])))
+            rows = ["| option | value |", "|---|---|"]
+            for name, value in facts.get("args", {}).items():
+                rows.append(f"| {name.replace('_', '-')} | {str(value).replace('|', '/')} |")
+            self._add(summary=text("options", "\n".join(rows)))
             self._file.flush()
+            # Only now that the new file is written: if it cannot be, the earlier ones still show the run.
             for old in earlier:
                 old.unlink()
         except BaseException:
@@ -78,22 +80,26 @@ class EventFile:
     def _add(self, step: int = 0, time_s: float | None = None, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        event = Event(wall_time=time.time() if time_s is None else time_s, step=step, **content)
+        if time_s is None:
+            time_s = time.time()
+        event = Event(wall_time=time_s, step=step, **content)
         self._file.write(event.SerializeToString())
 
     def write(self, record: dict) -> None:
         """Add the points of a record."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if points := curves(record):
-            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
-            try:
-                self._add(record["step"], record["time"], summary=Summary(value=values))
-                self._add_pictures()
-                self._file.flush()
-            except BaseException:
-                self._drop()
-                raise
+        points = curves(record)
+        if not points:
+            return
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+        try:
+            self._add(record["step"], record["time"], summary=Summary(value=values))
+            self._add_pictures()
+            self._file.flush()
+        except BaseException:
+            self._drop()
+            raise
 
     def _add_pictures(self) -> None:
         """Add the run's pictures that are new: of the first batch, and of the surest mistakes."""
@@ -102,17 +108,22 @@ class EventFile:
         for path in own_files(self._folder, PICTURES):
             if path.suffix != ".png" or path.name in self._shown:
                 continue
-            with suppress(FileNotFoundError):  # a newer one may have replaced it
-                content, found = path.read_bytes(), PICTURES.fullmatch(path.name)
-                sides = dict(zip(("width", "height"), struct.unpack(">2I", content[16:24]), strict=True))  # of a PNG
-                image = Summary.Image(**sides, colorspace=3, encoded_image_string=content)
-                summary = Summary(value=[Summary.Value(tag=found["tag"], image=image)])
-                self._add(int(found["step"]), summary=summary)
-                self._shown.add(path.name)
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue  # a newer one may have replaced it
+            # The header of a PNG: signature, length and name of the first chunk, 16 bytes; then its sides.
+            width, height = struct.unpack(">2I", content[16:24])
+            image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
+            found = PICTURES.fullmatch(path.name)
+            summary = Summary(value=[Summary.Value(tag=found["tag"], image=image)])
+            self._add(int(found["step"]), summary=summary)
+            self._shown.add(path.name)
 
     @property
     def is_outgrown(self) -> bool:
         """Whether the file holds eight pictures that others have replaced, and should be made anew without them."""
+        # Nothing can be taken out of an event file, which would hold a picture of each evaluation for ever.
         return sum(not (self._folder / name).exists() for name in self._shown) >= 8
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 import resource
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,18 @@ from torch import Tensor, nn
 
 def peak_memory_gib(device: torch.device) -> float:
     """Return the most memory that this process has used: the accelerator's if it counts that, else its own."""
-    if hasattr(module := torch.get_device_module(device), "max_memory_allocated"):
+    module = torch.get_device_module(device)
+    if hasattr(module, "max_memory_allocated"):
         return module.max_memory_allocated() / 2**30
-    with suppress(OSError):  # Linux, where getrusage also counts the memory of the process that started this one
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 2**20
+    # Linux, where `getrusage` also counts the memory of the process that started this one.
+    status = Path("/proc/self/status")
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        lines = []  # macOS has no such file
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # macOS counts bytes
 
 
@@ -41,10 +46,13 @@ class Clock:
 
     def since(self, reader: str) -> tuple[int, float, float]:
         """Return the steps, their seconds, and those of waiting for data since the reader's last call."""
-        now_s = time.perf_counter()  # the host may have waited for the device since the last step
+        # Read now and not at the last step, since the host may have waited for the device in between.
+        now_s = time.perf_counter()
         self._totals[1] += now_s - self._mark_s
         self._mark_s = now_s
-        before, self._seen[reader] = self._seen.get(reader, (0, 0.0, 0.0)), tuple(self._totals)
+        before = self._seen.get(reader, (0, 0.0, 0.0))
+        # Each reader has a mark of its own: a line, a record and an epoch end at different steps.
+        self._seen[reader] = tuple(self._totals)
         return tuple(now - then for now, then in zip(self._totals, before, strict=True))
 
 
@@ -52,9 +60,11 @@ class Gauges:
     """The fields of a training record beside the metrics; `parts` holds the run's model, optimizer and scaler."""
 
     def __init__(self, args: Any, parts: dict[str, Any], device: torch.device) -> None:
-        self.parameters, self.scaler = list(parts["model"].parameters()), parts.get("scaler")
+        self.parameters = list(parts["model"].parameters())
+        self.scaler = parts.get("scaler")
         self.groups = parts["optimizer"].optimizer.param_groups
-        self.world_size, self.global_batch_size = args.world_size, args.global_batch_size
+        self.world_size = args.world_size
+        self.global_batch_size = args.global_batch_size
         self.one = torch.ones((), device=device)
 
     def read(self, grad_norm: Tensor) -> dict[str, float | Tensor]:
@@ -62,6 +72,7 @@ class Gauges:
         rates = {f"lr/{group['name']}": group["lr"] for group in self.groups if "name" in group}
         with torch.no_grad():
             norms = {"grad_norm": grad_norm, "weight_norm": nn.utils.get_total_norm(self.parameters)}
+            # `get_scale` would wait for the device; a scaled one stays on it.
             scale = {} if self.scaler is None else {"loss_scale": self.scaler.scale(self.one)}
         return {"lr": max(group["lr"] for group in self.groups), **rates, **norms, **scale}
 

@@ -8,54 +8,20 @@ those too that were written while it was off.
 One that has `starts_over` set makes its output anew whenever it is called, and gets all records each time.
 """
 
-import json
 import os
-import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any
 
-from errors import attempt
-from files import open_regular, read_bytes
+from errors import warn_on_failure
 from settings.custom_code import load_function
 
 # Seconds for which the end of a run waits for a logger that is still sending.
 CLOSE_S = 30.0
-
-
-class Progress:
-    """loggers.jsonl: the run's id, and the last step of each kind of records that each logger has got.
-
-    A line is one write of the system, so that a kill can neither tear it nor come long after the logger's own write.
-
-    Raises:
-        OSError: the file cannot be read or written.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / "loggers.jsonl"
-        self._file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self.steps = {}  # {logger: {kind: step}}
-        self._pending, self._lock = b"", Lock()  # lines that could not be written; each logger has a thread
-        for line in read_bytes(path).splitlines():
-            with suppress(ValueError, TypeError):  # a power failure may damage it
-                name, kind, step = json.loads(line)
-                self.steps.setdefault(name, {})[kind] = step
-        if "id" not in self.steps.get("run", ()):
-            self.note("run", "id", secrets.token_hex(4))
-        self.id = self.steps["run"]["id"]
-
-    def note(self, name: str, kind: str, step: Any) -> None:
-        """Keep that a logger has got a record; what cannot be written now, as on a full disk, is with the next note."""
-        self.steps.setdefault(name, {})[kind] = step
-        with self._lock:
-            self._pending += f"{json.dumps([name, kind, step])}\n".encode()
-            self._pending = self._pending[os.write(self._file, self._pending) :]
 
 
 class Feed:
@@ -68,15 +34,19 @@ class Feed:
         name: the logger's name in messages and in loggers.jsonl.
         call: returns the logger's object.
         records: returns the records in metrics.jsonl.
-        progress: what loggers have got so far; None if this one starts over.
+        progress: a `logger_progress.Progress`, what loggers have got so far; None if this one starts over.
     """
 
-    def __init__(self, name: str, call: Callable, records: Callable[[], list], progress: Progress | None) -> None:
+    def __init__(self, name: str, call: Callable, records: Callable[[], list], progress: Any | None) -> None:
         self._name, self._call, self._records, self._progress = name, call, records, progress
-        self._logger, self._steps = None, {}
-        self._queue, self._thread = SimpleQueue(), Thread(target=self._work, name=f"logger {name}", daemon=True)
+        self._logger = None
+        self._steps = {}
+        self._queue = SimpleQueue()
+        # A daemon, or a logger whose network hangs would keep the process from ending.
+        self._thread = Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
-        self.put()  # what it lacks: before the first record may lie an hour
+        # An empty hand-over makes it read what it lacks: before the first record may lie an hour.
+        self.put()
 
     def put(self, *records: dict) -> None:
         """Hand over records, and those that could not be written before; returns at once."""
@@ -98,29 +68,33 @@ class Feed:
         waiting = []
         for records in iter(self._queue.get, None):
             waiting += records
-            if attempt(f"logger {self._name} {outcome}", self._hand_over, waiting):
+            if warn_on_failure(f"logger {self._name} {outcome}", self._hand_over, waiting):
                 waiting = []
             elif self._progress is None:
                 self._logger = None
             else:
                 return
         if self._logger is not None:
-            attempt(f"logger {self._name} was not closed", self._logger.close)
+            warn_on_failure(f"logger {self._name} was not closed", self._logger.close)
 
     def _hand_over(self, records: list[dict]) -> None:
         """Hand over records, after all earlier ones if the logger is new; none that it has already."""
         if getattr(self._logger, "is_outgrown", False):
-            self._logger = self._logger.close()
+            self._logger.close()
+            self._logger = None
         if self._logger is None:
-            self._logger, records = self._call(), [*self._records(), *records]
+            logger = self._call()
+            records = [*self._records(), *records]
+            self._logger = logger
             self._steps = {} if self._progress is None else self._progress.steps.get(self._name, {})
         for record in records:
             kind, step = record["kind"], record["step"]
+            # By kind, since a step may have a record of each; and never backwards, since W&B drops a smaller step.
             if step > self._steps.get(kind, -1) and step >= max(self._steps.values(), default=0):
                 self._logger.write(dict(record))
                 self._steps[kind] = step
                 if self._progress is not None:
-                    attempt("loggers.jsonl is not written", self._progress.note, self._name, kind, step)
+                    warn_on_failure("loggers.jsonl is not written", self._progress.note, self._name, kind, step)
 
 
 def start_loggers(loggers: Mapping[str, Callable], folder: Path, facts: dict, records: Callable) -> list[Feed]:
@@ -129,12 +103,19 @@ def start_loggers(loggers: Mapping[str, Callable], folder: Path, facts: dict, re
     Raises:
         OSError: the folder cannot be written.
     """
+    # TensorBoard's file is made anew at each start, so that nothing need be kept of what it has got.
     lasting = {name for name, logger in loggers.items() if not getattr(logger, "starts_over", False)}
-    progress = Progress(folder) if lasting else None  # no file where only TensorBoard is on
-    facts, feeds = facts if progress is None else {**facts, "id": progress.id}, []
+    progress = None
+    if lasting:
+        from monitoring.logger_progress import Progress
+
+        progress = Progress(folder)
+        facts = {**facts, "id": progress.id}
+    feeds = []
     for name, logger in loggers.items():
-        call = partial(logger, folder, deepcopy(facts))  # a copy, of what checkpoints will hold
-        # A file of one's own may move.
+        # A copy, because a logger may change it and checkpoints will hold the facts.
+        call = partial(logger, folder, deepcopy(facts))
+        # loggers.jsonl has the name without its folder: a file of one's own may move between two starts.
         feeds.append(Feed(os.path.basename(name), call, records, progress if name in lasting else None))
     return feeds
 

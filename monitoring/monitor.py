@@ -5,14 +5,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from checkpointing.checkpoint import RunState
-from errors import StorageError, attempt, counted
+from errors import StorageError, counted, warn_on_failure
 from files import explain_failure, open_regular, read_bytes, sync_folder, write_atomically
 from monitoring.loggers import start_loggers
 
@@ -37,8 +36,10 @@ class Monitor:
         try:
             records = self._truncate() if self.run.is_resumed else self.records()
             self._open_file()
+            # After the records are cut: a logger first reads those that it lacks.
             self._feeds = start_loggers(self._loggers, self.folder, self.run.facts, self.records)
-            sync_folder(self.folder)  # otherwise a power failure could leave a checkpoint without its records
+            # Otherwise a power failure could leave a checkpoint without its records.
+            sync_folder(self.folder)
         except OSError as error:
             raise StorageError(f"metrics.jsonl: {explain_failure(error, self.folder, 0)}") from error
         # Hours of training in all earlier starts of the run.
@@ -46,6 +47,7 @@ class Monitor:
         self._opened_s = time.monotonic()
 
     def _open_file(self) -> None:
+        # Unbuffered and appending: each line is one write of the system, which a kill cannot tear.
         descriptor = open_regular(self.folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
 
@@ -54,7 +56,8 @@ class Monitor:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
         if self.folder is not None:
-            if lacking := self.lacking():
+            lacking = self.lacking()
+            if lacking:
                 print(f"warning: {lacking}")
             for feed in self._feeds:
                 feed.close()
@@ -62,14 +65,22 @@ class Monitor:
 
     def records(self, note: Callable[[str], None] | None = None) -> list[dict]:
         """Return the records in metrics.jsonl, as `read_records`; none if there is no file."""
-        with suppress(FileNotFoundError):
-            return [] if self.folder is None else read_records(self.folder, note)
-        return []
+        if self.folder is None:
+            return []
+        try:
+            return read_records(self.folder, note)
+        except FileNotFoundError:
+            return []
 
     def _truncate(self) -> list[dict]:
         """Drop the records that a resumed run will write again, and a truncated last line; return the others."""
-        step, is_evaluated, records = self.run.step, self.run.is_evaluated, self.records(print)
-        kept = [r for r in records if r["step"] < step + (r["kind"] in OF_TRAINING or is_evaluated)]
+        kept = []
+        for record in self.records(print):
+            # Those of the resumed step itself stay if they came before its checkpoint: a save before the evaluation,
+            # and one after it, are of the same step.
+            is_of_checkpoint = record["kind"] in OF_TRAINING or self.run.is_evaluated
+            if record["step"] < self.run.step or (is_of_checkpoint and record["step"] == self.run.step):
+                kept.append(record)
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.folder / "metrics.jsonl", text.encode())
         return kept
@@ -81,6 +92,7 @@ class Monitor:
         """
         if self.folder is None:
             return
+        # Only rank 0, and only here, turns tensors into numbers: a read waits for the device.
         values = {name: _as_json(value) for name, value in values.items()}
         self.images_per_s = values.get("images_per_s", self.images_per_s)
         hours = self._hours + (time.monotonic() - self._opened_s) / 3600
@@ -95,15 +107,20 @@ class Monitor:
             while self._pending:
                 self._pending = self._pending[self._file.write(self._pending) :]
 
-        if not attempt(f"metrics.jsonl in {self.folder} is not written", write):
-            with suppress(OSError):  # for the next try: a network disk may have lost the open file
+        if not warn_on_failure(f"metrics.jsonl in {self.folder} is not written", write):
+            # For the next try: a network disk may have lost the open file (ESTALE), and would refuse it for ever.
+            try:
                 self._open_file()
+            except OSError:
+                return
 
     def lacking(self) -> str:
         """Write what could not be written before; return which records are missing then, in words, or nothing."""
         self._write_pending()
         number = len(self._pending.splitlines())
-        return f"metrics.jsonl in {self.folder} lacks its last {counted(number, 'record')}" if number else ""
+        if number == 0:
+            return ""
+        return f"metrics.jsonl in {self.folder} lacks its last {counted(number, 'record')}"
 
     def sync(self) -> int | None:
         """Hand all records to the system; called before a checkpoint is begun.
@@ -130,7 +147,8 @@ def read_records(folder: Path, note: Callable[[str], None] | None = None) -> lis
     `note` is called with a line about damaged lines, except a last one, which a kill truncates.
     """
     records = [_parse_record(line) for line in read_bytes(folder / "metrics.jsonl").splitlines()]
-    if note is not None and (num_damaged := records[:-1].count(None)):
+    num_damaged = records[:-1].count(None)
+    if note is not None and num_damaged > 0:
         note(f"metrics.jsonl in {folder}: {counted(num_damaged, 'line')} cannot be read and are skipped")
     return [record for record in records if record is not None]
 
@@ -152,5 +170,6 @@ def _is_value(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_value, value))
     if type(value) is float:
+        # Python reads NaN and Infinity, which are no JSON: other readers would stop at them.
         return math.isfinite(value)
     return value is None or (type(value) is int and abs(value) < 1 << 62)

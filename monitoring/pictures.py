@@ -1,8 +1,8 @@
 """Draw a run's first batch and the mistakes of its evaluations; count confusions for its report."""
 
 import io
+import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,14 +16,17 @@ from torch import Tensor
 from checkpointing.checkpoint import BEST_NAMES, RunState
 from checkpointing.folder import PICTURES, own_files
 from distributed.collectives import all_gather
-from errors import attempt
+from errors import warn_on_failure
 from files import write_atomically, write_json
 from loading.decode import AS_STORED, decode_plainly
-from transforms import one_hot
+from loading.on_device import one_hot
 
-# A grid: number of images, columns, smallest and largest side of an image, and the least width of a cell; px.
-NUM_IMAGES, NUM_COLUMNS, SMALLEST_PX, LARGEST_PX, CELL_PX = 9, 3, 160, 176, 176
-FONT_PX, HEAD_PX, LINE_PX, GAP_PX, INK = 15, 28, 19, 8, (40, 40, 40)
+# A grid: number of images and of columns, smallest and largest side of an image, and the least width of a cell, which
+# leaves room for its words.
+NUM_IMAGES, NUM_COLUMNS = 9, 3
+SMALLEST_PX, LARGEST_PX, CELL_PX = 160, 176, 176
+FONT_PX, HEAD_PX, LINE_PX, GAP_PX = 15, 28, 19, 8
+INK = (40, 40, 40)
 
 NUM_CLASSES = 16  # most classes of a confusion matrix
 
@@ -51,6 +54,7 @@ def find_mistakes(found: Predictions, most: int = NUM_IMAGES) -> list[int]:
 def find_confused(found: Predictions, num_classes: int, most: int = NUM_CLASSES) -> list[int]:
     """Return the classes that are mistaken for others or others for them most often; all if there are few classes."""
     wrong = numpy.concatenate([found.target[found.is_wrong], found.predicted[found.is_wrong]])
+    # Stable, so that of equal counts the same classes are chosen wherever the picture is drawn again.
     order = numpy.argsort(-numpy.bincount(wrong, minlength=num_classes), kind="stable")
     return sorted(order[:most].tolist())
 
@@ -71,11 +75,17 @@ FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "NotoSansCJK-Regular.ttc", "A
 @cache
 def _fonts() -> list[ImageFont.FreeTypeFont]:
     """Return Pillow's own font, and those of `FONTS` that are there."""
-    found, bundled = [ImageFont.load_default(FONT_PX)], find_spec("matplotlib")
-    folder = Path(bundled.origin).parent / "mpl-data" / "fonts" / "ttf" if bundled and bundled.origin else Path()
-    for name in (*FONTS, str(folder / FONTS[0])):
-        with suppress(OSError):
+    found = [ImageFont.load_default(FONT_PX)]
+    names = [*FONTS]
+    # matplotlib is looked up and not imported: of all of it one file is needed.
+    matplotlib = find_spec("matplotlib")
+    if matplotlib is not None and matplotlib.origin:
+        names.append(str(Path(matplotlib.origin).parent / "mpl-data" / "fonts" / "ttf" / FONTS[0]))
+    for name in names:
+        try:
             found.append(ImageFont.truetype(name, FONT_PX))
+        except OSError:
+            continue  # not there
     return found
 
 
@@ -107,8 +117,10 @@ def corner_of(place: int, side: int) -> tuple[int, int]:
 def draw_grid(title: str, images: list[Image.Image], captions: list[list[str]]) -> Image.Image:
     """Draw squares of one size, each with up to two lines below it."""
     side = images[0].width
-    cell, num_rows = max(side, CELL_PX), -(-len(images) // NUM_COLUMNS)
-    width, height = GAP_PX + NUM_COLUMNS * (cell + GAP_PX), corner_of(num_rows * NUM_COLUMNS, side)[1]
+    cell = max(side, CELL_PX)
+    num_rows = math.ceil(len(images) / NUM_COLUMNS)
+    width = GAP_PX + NUM_COLUMNS * (cell + GAP_PX)
+    height = corner_of(num_rows * NUM_COLUMNS, side)[1]
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
     _write(draw, (GAP_PX, 5), title, width - GAP_PX)
@@ -124,26 +136,32 @@ def draw_batch(
     title: str, image: Tensor, target: Tensor, names: list[str], mean: list[float], std: list[float]
 ) -> Image.Image:
     """Draw normalised images (B, C, H, W) with the class of each, or the shares of its two classes."""
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
-    pixels = image.float().mul(std).add(mean).mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
-    target = target if target.ndim == 2 else one_hot(target, len(names)).float()
-    captions = []
-    for shares in target.tolist():
-        classes = sorted(range(len(names)), key=lambda label, shares=shares: -shares[label])[:2]
-        parts = [(shares[label], names[label]) for label in classes if shares[label] > 0]
-        captions.append([f"{share:.0%} {name}" if share < 1 else name for share, name in parts])
+    scale = torch.tensor(std).view(-1, 1, 1)
+    shift = torch.tensor(mean).view(-1, 1, 1)
+    pixels = image.float().mul(scale).add(shift).mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+    if target.ndim == 1:
+        target = one_hot(target, len(names)).float()
+    captions = [_name_shares(shares, names) for shares in target.tolist()]
     return draw_grid(title, [_shown(Image.fromarray(each.squeeze(-1).numpy())) for each in pixels], captions)
+
+
+def _name_shares(shares: list[float], names: list[str]) -> list[str]:
+    """Return a line for each class of an image: MixUp and CutMix make one of two images, so of two classes."""
+    labels = sorted(range(len(names)), key=lambda label: -shares[label])[:2]
+    parts = [(shares[label], names[label]) for label in labels if shares[label] > 0]
+    return [f"{share:.0%} {name}" if share < 1 else name for share, name in parts]
 
 
 def _shown(image: Image.Image) -> Image.Image:
     """Return an image at the size for a grid: enlarge the pixels of a small one, shrink a large one."""
     factor = max(SMALLEST_PX // image.width, 1)
     side = min(image.width * factor, LARGEST_PX)
+    # An enlarged pixel stays a square of one colour, which shows what the model has to go by.
     return image.resize((side, side), Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BICUBIC)
 
 
 class Pictures:
-    """Draws pictures of a run into its folder, the same after any restart; none of synthetic images.
+    """Draws pictures of a run into its folder, the same after any restart.
 
     A picture that fails prints one warning and ends no run. Those of the first batch, of the best evaluation and of the
     newest one are kept. The counts for confusion are a file beside them. A process without a folder draws nothing.
@@ -151,60 +169,65 @@ class Pictures:
 
     def __init__(self, folder: Path | None, run: RunState, args: Any, val: Any, evaluated: str = "val") -> None:
         self.folder, self.run, self.args, self.val = folder, run, args, val
-        self.is_active = val.index.form != "synthetic" and val.index.label_sets is None
         # One set of pictures is enough: that of the averaged weights, if the run has them.
-        self.kind = evaluated + ("_ema" if "model_ema" in run.parts else "")
-        self._is_new = self.is_active and folder is not None and not run.is_resumed
+        self.kind = f"{evaluated}_ema" if "model_ema" in run.parts else evaluated
+        self._is_new = folder is not None and not run.is_resumed
         self._batches = []
 
     def watched(self, data_loader: Iterable) -> Iterator:
         """Yield the training batches; rank 0 draws the first one of a new run."""
-        batches = iter(data_loader)
-        if self._is_new and (batch := next(batches, None)) is not None:
-            self._is_new = False
-            attempt("pictures, first-batch", self._draw_batch, *batch)
+        for batch in data_loader:
+            if self._is_new:
+                self._is_new = False
+                warn_on_failure("pictures, first-batch", self._draw_batch, *batch)
             yield batch
-            del batch  # which would hold memory of the device
-        yield from batches
+            # Otherwise the generator holds the device's memory of a batch while the next one is made.
+            del batch
 
     def observe(self, kind: str, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor) -> None:
         """Take a batch of the evaluation `kind`, without a host sync; other arguments as `metrics.Metric.update`."""
-        if self.is_active and kind == self.kind:
+        if kind == self.kind:
             output = output if isinstance(output, Tensor) else output[0]
             confidence, predicted = output.float().softmax(dim=1).max(dim=1)
             self._batches.append((index, target, predicted, confidence))
 
     def draw(self) -> None:
         """Draw the evaluation whose batches `observe` took, once the run knows its results. Collective."""
-        if not self.is_active:
-            return
         found = self.gather()
         if self.folder is None:
             return
-        attempt("pictures, mistakes", self._draw_mistakes, found)
-        attempt("pictures, counts", self._write_counts, found)
-        attempt("pictures, old pictures", self._remove_old)
+        warn_on_failure("pictures, mistakes", self._draw_mistakes, found)
+        warn_on_failure("pictures, counts", self._write_counts, found)
+        warn_on_failure("pictures, old pictures", self._remove_old)
 
     def gather(self) -> Predictions:
         """Return the predictions of all processes in the order of the images. Collective: every rank must call it."""
         columns = [torch.cat(parts).cpu().double() for parts in zip(*self._batches, strict=True)]
         self._batches.clear()
-        rows = torch.cat(all_gather(torch.stack(columns, dim=1) if columns else torch.zeros(0, 4).double()))
+        rows = torch.zeros(0, 4).double()
+        if columns:  # a rank may have no batch
+            rows = torch.stack(columns, dim=1)
+        # float64 holds the numbers of images exactly, so that one gather is enough for all four columns.
+        rows = torch.cat(all_gather(rows))
         rows = rows[rows[:, 0].argsort(stable=True)]
         return Predictions(*rows[:, :3].long().numpy().T, rows[:, 3].numpy())
 
     def _draw_mistakes(self, found: Predictions) -> None:
-        rows, names = find_mistakes(found), self.val.classes
-        payloads = map(self.val.index.read, found.index[rows].tolist())
+        rows = find_mistakes(found)
+        if not rows:
+            return
+        names = self.val.classes
+        # As the run decodes them, so that photographs are turned alike, but in colour: people look at these.
         how = getattr(self.val.transform, "decoding", AS_STORED)._replace(mode="RGB")
-        images = [ImageOps.fit(decode_plainly(each, how=how), (SMALLEST_PX, SMALLEST_PX)) for each in payloads]
-        captions = [
-            [f"{found.confidence[row]:.1%} {names[found.predicted[row]]}", f"is {names[found.target[row]]}"]
-            for row in rows
-        ]
-        if rows:
-            title = f"{self.kind} after step {self.run.step}: mistakes, the surest first"
-            self._write("mistakes", draw_grid(title, images, captions))
+        images = []
+        captions = []
+        for row in rows:
+            image = decode_plainly(self.val.index.read(int(found.index[row])), how=how)
+            images.append(ImageOps.fit(image, (SMALLEST_PX, SMALLEST_PX)))
+            guess = f"{found.confidence[row]:.1%} {names[found.predicted[row]]}"
+            captions.append([guess, f"is {names[found.target[row]]}"])
+        title = f"{self.kind} after step {self.run.step}: mistakes, the surest first"
+        self._write("mistakes", draw_grid(title, images, captions))
 
     def _draw_batch(self, image: Tensor, target: Tensor) -> None:
         title = f"first batch of {len(image)} as the model sees it"
@@ -217,22 +240,29 @@ class Pictures:
         write_atomically(self.folder / f"picture-{tag}-{self.run.step:08d}.png", content.getvalue())
 
     def _write_counts(self, found: Predictions) -> None:
-        chosen, num_classes = find_confused(found, len(self.val.classes)), len(self.val.classes)
-        images, *labels, confidence = (column[find_mistakes(found)] for column in found)
-        words = [[self.val.classes[label] for label in column] for column in labels]
+        names = self.val.classes
+        chosen = find_confused(found, len(names))
+        mistakes = []
+        for row in find_mistakes(found):
+            path = self.val.index.path(int(found.index[row]))
+            target = names[found.target[row]]
+            mistakes.append([path, target, names[found.predicted[row]], float(found.confidence[row])])
+        best = BEST_NAMES[self.kind]
         counts = {
             "kind": self.kind,
             "step": self.run.step,
-            "classes": [self.val.classes[label] for label in chosen],
-            "confusion": count_confusion(found, chosen, num_classes).tolist(),
-            "best": next((f"{name}.pth" for name in self.run.best_now if name == BEST_NAMES[self.kind]), None),
-            "mistakes": [*zip(map(self.val.index.path, images.tolist()), *words, confidence.tolist(), strict=True)],
+            "classes": [names[label] for label in chosen],
+            "confusion": count_confusion(found, chosen, len(names)).tolist(),
+            "best": f"{best}.pth" if best in self.run.best_now else None,
+            "mistakes": mistakes,
         }
         write_json(self.folder / f"picture-counts-{self.run.step:08d}.json", counts)
 
     def _remove_old(self) -> None:
-        best = self.run.bests[BEST_NAMES[self.kind]] or {}
+        # An evaluation after each of 300 epochs would leave 300 of them.
+        best = self.run.bests[BEST_NAMES[self.kind]]
+        kept = {self.run.step} if best is None else {self.run.step, best["step"]}
         for path in own_files(self.folder, PICTURES):
             picture = PICTURES.fullmatch(path.name)
-            if picture["tag"] != "first-batch" and int(picture["step"]) not in (best.get("step"), self.run.step):
+            if picture["tag"] != "first-batch" and int(picture["step"]) not in kept:
                 path.unlink()

@@ -11,7 +11,8 @@ from errors import UserError, counted
 from loading.decode import Decoding
 from loading.forms import open_split
 from loading.remarks import turned_share
-from loading.source import alike_classes, is_remote, list_folder, minival_numbers
+from loading.source import alike_classes, is_remote, list_folder
+from loading.subset import minival_numbers
 from metrics import build_metrics
 from models import optim
 from models.build import build_without_memory, check_model
@@ -20,6 +21,8 @@ from monitoring.console import describe_size
 from presets import build_presets
 from sampler import VirtualShards
 from settings import config
+from settings.checks import remarks
+from settings.machine import find_device
 from settings.options import split_custom
 
 # ImageNet-1k, which a preview without data assumes.
@@ -37,9 +40,11 @@ def preview(args: Any) -> str:
 
     If a launcher started several processes, only the first can print afterwards. UserError for options that contradict.
     """
-    build_presets(args), build_metrics(args, IMAGENET_CLASSES)  # find out whether what they name exists
+    # Only to find out whether what they name exists.
+    build_presets(args)
+    build_metrics(args, IMAGENET_CLASSES)
     optim.check_schedule(args)
-    config.find_device(args)
+    find_device(args)
     if args.resume not in ("", "auto") and not Path(args.resume).is_file():
         raise UserError(f"--resume {args.resume} is not a file")
     launch = collectives.read_rank(args.world_size, args.dist_url)
@@ -66,6 +71,14 @@ def preview(args: Any) -> str:
     for epoch in sorted(epochs):
         scheduler.set_position(epoch, 0, steps_per_epoch)
         rates.append(f"{epoch}: {optim.current_lr(optimizer):.3g}")
+    more = []
+    if is_short:
+        more.append(f"--sync-bn: needs {args.num_shards} processes, one for each micro-batch")
+    more += remarks(args)
+    if args.model_ema:
+        more.append(describe_ema(args))
+    if args.reference_global_batch:
+        more.append(reference_line(args))
     lines = [
         about,
         *notes,
@@ -73,12 +86,10 @@ def preview(args: Any) -> str:
         shards.arithmetic,
         f"{steps_per_epoch:,} steps per epoch, {steps_per_epoch * args.epochs:,} in total; "
         f"{num_images % args.global_batch_size} images left out of each epoch, different ones each time",
-        *([f"--sync-bn: needs {args.num_shards} processes, one for each micro-batch"] if is_short else []),
-        *config.remarks(args),
-        *([describe_ema(args)] if args.model_ema else []),
-        *([reference_line(args)] if args.reference_global_batch else []),
+        *more,
         f"learning rate at the start of epoch {', '.join(rates)}",
     ]
+    # As comments, so that the whole text is a recipe.
     return "\n".join([*(f"# {line}" for line in lines), "", config.write_recipe(args)])
 
 
@@ -97,20 +108,24 @@ def count_images(args: Any) -> tuple[int, int, str]:
     if args.synthetic is not None:
         return args.synthetic, IMAGENET_CLASSES, f"{args.synthetic:,} synthetic training images"
     traindir = Path(config.split_dirs(args)[0])
-    num_images, num_classes, num_held = IMAGENET_IMAGES, IMAGENET_CLASSES, round(IMAGENET_IMAGES * (args.minival or 0))
     is_folder = not (is_remote(args.data_path) or split_custom(args.data_path or ""))
     if args.data_path is None or (is_folder and not list_folder(Path(args.data_path))):
+        num_images, num_classes = IMAGENET_IMAGES, IMAGENET_CLASSES
+        num_held = round(num_images * (args.minival or 0))
         where = f"no data in {args.data_path}" if args.data_path else "no --data-path"
         about = f"{where}: assuming {num_images:,} images of 1,000 classes"
     else:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is a recipe
             images = open_split(str(traindir), args)
-            for words in filter(None, (alike_classes(images.classes), turned_share(images, Decoding(exif=args.exif)))):
-                print(words)
+            for words in (alike_classes(images.classes), turned_share(images, Decoding(exif=args.exif))):
+                if words:
+                    print(words)
         num_images, num_classes = len(images), len(images.classes)
         num_held = len(minival_numbers(images, args.minival, args.minival_fold)) if args.minival else 0
         about = f"{traindir}: {num_images:,} images in {num_classes:,} classes"
-    num_images, about = num_images - num_held, about + (f", {num_held:,} of them held out" if num_held else "")
+    num_images -= num_held
+    if num_held:
+        about += f", {num_held:,} of them held out"
     if args.limit_train_images is not None and args.limit_train_images < num_images:
         return args.limit_train_images, num_classes, f"{about}; a trial on {args.limit_train_images:,} of them"
     return num_images, num_classes, about
@@ -118,6 +133,7 @@ def count_images(args: Any) -> tuple[int, int, str]:
 
 def reference_line(args: Any) -> str:
     """Return a line that compares the global batch and the learning rate with those of the reference."""
-    reference, rate = args.reference_global_batch, optim.scaled_lr(args)
-    share, scaled = args.global_batch_size / reference, f"--lr-scaling {args.lr_scaling}: {args.lr:g} -> {rate:g}"
+    reference = args.reference_global_batch
+    share = args.global_batch_size / reference
+    scaled = f"--lr-scaling {args.lr_scaling}: {args.lr:g} -> {optim.scaled_lr(args):g}"
     return f"--lr is meant for a global batch of {reference}, this run has {share:g} of it; {scaled}"

@@ -14,7 +14,8 @@ class Wandb:
 
         if (folder / "wandb").is_symlink():
             raise OSError(f"{folder / 'wandb'} is a link, which may lead anywhere; remove it")
-        name, project = os.environ.get("WANDB_NAME", folder.name), os.environ.get("WANDB_PROJECT", "touchstone")
+        name = os.environ.get("WANDB_NAME", folder.name)
+        project = os.environ.get("WANDB_PROJECT", "touchstone")
         self._run = wandb.init(
             id=facts["id"], resume="allow", dir=folder, name=name, project=project, config=facts["args"],
             allow_val_change=True, settings=wandb.Settings(console="off"),  # log.txt has the console
@@ -23,8 +24,10 @@ class Wandb:
 
     def write(self, record: dict) -> None:
         """Add the points of a record."""
-        if points := curves(record):
-            # W&B adds nothing to a row once it is written; an evaluation may be of the start after its training's.
+        points = curves(record)
+        if points:
+            # W&B adds nothing to a row once it is written, and an evaluation may be of the start after its training's:
+            # so each step has two rows.
             is_train = record["kind"] == "train"
             row = 2 * record["step"] + (not is_train)
             self._run.log({"step": record["step"], **points}, step=row, commit=is_train)
@@ -41,7 +44,9 @@ class MLflow:
         import mlflow
 
         experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "touchstone")).experiment_id
-        self._client, self._entities = mlflow.MlflowClient(), mlflow.entities
+        self._client = mlflow.MlflowClient()
+        self._entities = mlflow.entities
+        # MLflow chooses the ids of its runs, so ours is a tag that the next start looks for.
         runs = self._client.search_runs([experiment], f"tags.touchstone = '{facts['id']}'")
         tags = {"touchstone": facts["id"]}
         run = runs[0] if runs else self._client.create_run(experiment, run_name=folder.name, tags=tags)
@@ -53,8 +58,9 @@ class MLflow:
 
     def write(self, record: dict) -> None:
         """Add the points of a record."""
-        time_ms, step = round(1000 * record["time"]), record["step"]
-        points = [self._entities.Metric(tag, value, time_ms, step) for tag, value in curves(record).items()]
+        # The record's time and not now: those that an earlier start lacked come late.
+        time_ms = round(1000 * record["time"])
+        points = [self._entities.Metric(tag, value, time_ms, record["step"]) for tag, value in curves(record).items()]
         self._client.log_batch(self._id, points)
 
     def close(self) -> None:

@@ -32,9 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from checkpointing.averaging import as_checkpoint, average_weights
 from checkpointing.folder import numbered
 from checkpointing.preprocessing import usable_preprocessing
-from checkpointing.weights import Weights, as_checkpoint, average_weights, read_content
+from checkpointing.weights import Weights, read_content
 from data import IndexedImageFolder
 from errors import UserError, counted
 from loading.forms import open_source

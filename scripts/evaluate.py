@@ -47,16 +47,20 @@ import torch
 from torch import Tensor, nn
 
 import data
-from checkpointing.guard import find_disorder, holds_out
+from checkpointing.class_order import find_disorder
+from checkpointing.held_out import holds_out
 from distributed import collectives
+from distributed.ending import announce_failure, end_with_error, leave_group
 from distributed.launch import read_launch
-from errors import UserError, aligned, end_by, one_line, require_package, require_timm
-from files import as_csv
+from errors import UserError, one_line
 from loading.decode import Decoding, decode_plainly
-from loading.forms import open_named
+from loading.named import open_named
+from loading.parts import hold_out
 from loading.progress import Progress
 from loading.source import Source, labels_of
-from metrics import F1, average_precision, image_numbers, rank_classes
+from metrics import image_numbers
+from metrics.per_class import F1
+from metrics.ranking import average_precision, rank_classes
 from models.build import FlipAverage, autocast, move_to_device, set_up_device, set_up_threads
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from scripts.report import draw_confusion, page, saved, show_images, table
@@ -71,6 +75,8 @@ from scripts.trained import (
     open_from_options,
     tool_options,
 )
+from settings.packages import require_package, require_timm
+from settings.tables import aligned, as_csv
 
 PROG = "python -m scripts.evaluate"
 
@@ -397,7 +403,7 @@ def open_sets(
     for text in options.sets:
         name, source = open_named("--set", text, trained.args.multi_label, extensions)
         if name == "minival":
-            source, _ = data.hold_out(source, *part)
+            source, _ = hold_out(source, *part)
         elif os.path.realpath(source.root) == os.path.realpath(f"{trained.trained_with.get('data_path')}/train"):
             print(one_line(f"{name}: the checkpoint was trained on these images, unless --minival held some out"))
         sets.append(ImageSet(name, source, decoding))
@@ -441,7 +447,7 @@ def evaluate(options: argparse.Namespace) -> None:
             report["sets"][each.name] = all_scores[-1].summarize()
     if args.rank == 0:
         write_files(options, report, all_scores, k)
-    collectives.shut_down()
+    leave_group()
     if args.rank == 0:
         print(describe(report, options.topk))
 
@@ -476,7 +482,7 @@ def work() -> None:
             raise
         if isinstance(error, KeyboardInterrupt):
             error = UserError(_INTERRUPTED, exit_code=1)
-        end_by(collectives.report_end(explain(error)), launch, PROG)
+        end_with_error(announce_failure(explain(error)), launch, PROG)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.archive import load_checkpoint
-from errors import UserError, counted, in_one_line, require_package
+from errors import UserError, as_user_error, counted
 from files import read_json
 from loading.progress import size_text
 from scripts.tool import as_json, as_path, build_parser, clean_stdout, make_out, run, write_output
@@ -52,6 +52,7 @@ from scripts.trained import (
     packed,
 )
 from settings.options import short_name
+from settings.packages import require_package
 
 PROG = "python -m scripts.export"
 
@@ -108,7 +109,7 @@ class Export:
             "weights": lambda: self.weights, "safetensors": self.make_safetensors, "onnx": self.make_onnx,
             "torch-export": self.make_program,
         }[form]  # fmt: skip
-        with in_one_line(f"{self.trained.args.model} cannot be exported as {form}"):
+        with as_user_error(f"{self.trained.args.model} cannot be exported as {form}"):
             payload = make()
         path = self.folder / (self.name + FORMS[form][0].replace("SHA256", self.sha256[:8]))
 
@@ -140,7 +141,7 @@ class Export:
         if description != self.description:
             raise UserError(f"{name} was read back, and its description is another one; not written")
         allowed = TOLERANCE * max(1.0, *(logits.abs().max().item() for logits in self.expected.values()))
-        with in_one_line(f"{name} was read back and cannot compute"):
+        with as_user_error(f"{name} was read back and cannot compute"):
             found = {number: logits_of(graph, self.probe[:number]) for number in self.expected}
         largest = max((found[number] - logits).abs().max().item() for number, logits in self.expected.items())
         if not largest <= allowed:

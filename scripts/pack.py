@@ -41,16 +41,17 @@ from PIL import ExifTags, Image, ImageFile, features
 from PIL import __version__ as pillow_version
 
 from distributed import collectives
-from errors import ImageError, StorageError, UserError, counted, in_one_line, one_line
+from errors import ImageError, StorageError, UserError, as_user_error, counted, one_line
 from files import locked, open_to_read, retry, write_atomically
+from loading.child import in_child
 from loading.decode import load_image, orientation_of, to_mode
 from loading.forms import check_source, find_sources, open_source
 from loading.index import encode
 from loading.loader import check_workers
+from loading.pack_format import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, encode_index, index_name, parse_manifest
 from loading.progress import Progress, size_text
-from loading.remote import encode_index, in_child, index_name, open_store, read_whole, retry_requests
 from loading.source import Source
-from loading.tars import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, parse_manifest
+from loading.stores import open_store, read_whole, retry_requests
 from scripts import tool
 from settings.options import BY_NAME
 
@@ -369,7 +370,7 @@ def own_manifest(out: Folder | Bucket) -> dict | None:
         raise UserError(f"{path} is not of this tool; choose another OUT")
     if (found := manifest.get("format")) != PACK_FORMAT:
         raise UserError(f"{path} is of format {found}, and this version writes {PACK_FORMAT}; choose another OUT")
-    with in_one_line(f"{path} is damaged; choose another OUT"):
+    with as_user_error(f"{path} is damaged; choose another OUT"):
         fields = [(record[name], kind) for record in records_of(manifest).values() for name, kind in _RECORD.items()]
         if not all(isinstance(value, kind) for value, kind in [*fields, (manifest["state"], str)]):
             raise ValueError("a field has another type")

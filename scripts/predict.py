@@ -39,7 +39,7 @@ from torch import Tensor
 
 from distributed import collectives
 from errors import BadImageError, UserError, counted, did_you_mean, one_line
-from files import as_csv, open_to_read
+from files import open_to_read
 from loading.decode import AS_STORED, Decoding, decode_plainly
 from loading.lists import SEPARATORS, read_table, with_slashes
 from loading.progress import Progress
@@ -48,6 +48,7 @@ from presets import ClassificationPresetEval
 from scripts.report import page, show_images, table
 from scripts.tool import as_json, as_path, build_parser, clean_stdout, output_file, positive, run, write_output
 from scripts.trained import add_machine_options, add_options, check_finite, open_from_options, tool_options
+from settings.tables import as_csv
 
 PROG = "python -m scripts.predict"
 

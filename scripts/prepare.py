@@ -40,11 +40,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy
 from torchvision.datasets.folder import is_image_file
 
-from errors import StorageError, UserError, counted, in_one_line, one_line, require_package
+from errors import StorageError, UserError, as_user_error, counted, one_line
 from files import explain_failure, free_bytes, locked, open_to_read, read_at, read_bytes, sync_folder, write_atomically
 from loading.progress import Progress, size_text
 from loading.tars import tar_members
 from scripts.tool import as_path, build_parser, check_outside, make_out, run
+from settings.packages import require_package
 
 PROG = "python -m scripts.prepare"
 
@@ -85,7 +86,7 @@ class Truth(dict[str, str]):
 def read_devkit(path: Path) -> Truth:
     """Return the classes of the devkit's archive; UserError if it is another file, or scipy is not installed."""
     loadmat = require_package("scipy.io", str(path)).loadmat
-    with in_one_line(f"{path} is not a readable {DEVKIT}; download it again"), tarfile.open(path) as tar:
+    with as_user_error(f"{path} is not a readable {DEVKIT}; download it again"), tarfile.open(path) as tar:
         folder = "ILSVRC2012_devkit_t12/data"
         meta = tar.extractfile(f"{folder}/meta.mat").read()
         truth = tar.extractfile(f"{folder}/ILSVRC2012_validation_ground_truth.txt").read()
@@ -132,7 +133,7 @@ def folder_images(root: Path, truth: Truth | None) -> Iterator[Image]:
 def open_parquet(path: Path) -> Any:
     """Open a parquet file of Hugging Face's form; UserError if it is damaged or another, or pyarrow is missing."""
     parquet = require_package("pyarrow.parquet", str(path))
-    with in_one_line(f"{path} is truncated, or not a parquet file with a column `image` of bytes and path"):
+    with as_user_error(f"{path} is truncated, or not a parquet file with a column `image` of bytes and path"):
         table = parquet.ParquetFile(path)
         table.schema_arrow.field("image").type.field("bytes")  # KeyError if there is none
     return table
@@ -152,7 +153,7 @@ def check_parquet(files: list[Path]) -> None:
 def parquet_images(files: list[Path]) -> Iterator[Image]:
     """Yield the images of Hugging Face's files of a split, under the names that they have in the official archives."""
     for path in files:
-        with in_one_line(f"{path} cannot be used"):
+        with as_user_error(f"{path} cannot be used"):
             for batch in open_parquet(path).iter_batches(64, columns=["image"]):
                 for image in batch.column(0).to_pylist():
                     name = _SYNSET_NAME.fullmatch(os.path.basename(image["path"] or ""))
@@ -212,7 +213,7 @@ def read_truth(files: dict[str, Path], *, has_md5: bool) -> Truth:
     path = files.get(TRUTH_CSV)
     if path is None:
         raise UserError(f"val does not name the classes of its images; give also {DEVKIT} or {TRUTH_CSV}")
-    with in_one_line(f"{path} is not a {TRUTH_CSV} of the columns ImageId and PredictionString; download it again"):
+    with as_user_error(f"{path} is not a {TRUTH_CSV} of the columns ImageId and PredictionString; download it again"):
         rows = csv.DictReader(read_bytes(path).decode().splitlines())
         return Truth({row["ImageId"]: row["PredictionString"].split()[0] for row in rows})
 

@@ -31,7 +31,7 @@ import numpy
 from PIL import Image, ImageOps
 
 from checkpointing.checkpoint import BEST_NAMES
-from errors import UserError, duration, one_line, require_package
+from errors import UserError, duration, one_line
 from files import open_to_read, read_json
 from monitoring.events import NOT_DRAWN
 from monitoring.monitor import OF_TRAINING, read_records
@@ -39,6 +39,7 @@ from scripts import tool
 from settings.choices import CURVES
 from settings.config import IMAGENET_MEAN, IMAGENET_STD
 from settings.options import BY_NAME
+from settings.packages import require_package
 
 PROG = "python -m scripts.report"
 

@@ -17,10 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, aligned, duration
+from errors import UserError, duration
 from files import is_running, read_json
 from monitoring.monitor import OF_TRAINING, read_records
 from scripts.tool import as_json, as_path, build_parser, positive, run
+from settings.tables import aligned
 
 PROG = "python -m scripts.status"
 BAD = ("stale", "stuck", "failed", "refused", "unknown")

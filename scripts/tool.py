@@ -18,8 +18,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TextIO
 
+from distributed.ending import error_line, explain_limit, loader_killed
 from distributed.signals import open_closed_files
-from errors import ImageError, StorageError, UserError, error_line, escaped, explain_limit, loader_killed
+from errors import ImageError, StorageError, UserError, escaped
 from files import explain_failure, make_folder, write_atomically
 from settings.options import BY_NAME, NO_ADDRESS, OneLineParser
 

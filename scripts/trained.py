@@ -16,14 +16,15 @@ from torch import Tensor
 from checkpointing.preprocessing import preprocessing_line
 from checkpointing.published import fetch_by_name
 from checkpointing.weights import Weights, load_weights
-from errors import UserError, in_one_line, is_printable, one_line, require_package
+from errors import UserError, as_user_error, is_printable, one_line
 from files import read_json
 from loading.loader import check_workers
 from models.of_weights import build_evaluated
 from presets import ClassificationPresetEval, build_presets
 from scripts.tool import add_train_option, positive
-from settings import config
+from settings import checks, config
 from settings.options import BY_NAME, PREPROCESSING, WHY_TYPED, WITH_DEFAULT, is_same_model, split_custom, with_defaults
+from settings.packages import require_package
 
 # Format of the descriptions; its number changes when older readers would misread new descriptions. The first lacked
 # `WITH_DEFAULT`.
@@ -106,7 +107,7 @@ def tool_options(trained: Trained, options: argparse.Namespace, *, is_alone: boo
     given = {name: value for name in ours if (value := getattr(options, name, None)) is not None}
     given |= {"synthetic": None} if "data_path" in given else {}
     args = trained.args.replaced(**given, test_only=True, compile=None)
-    config.validate(args)
+    checks.validate(args)
     args, _ = config.on_machine(args)
     if is_alone and args.world_size > 1:
         raise UserError(f"{args.world_size} processes were started, and this tool is one; start it without a launcher")
@@ -223,7 +224,7 @@ def _unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:
             f"{source} does not say how its images are prepared and what its classes are; give a file that "
             "`python -m scripts.export` wrote"
         )
-    with in_one_line(f"{source}: its description is damaged"):
+    with as_user_error(f"{source}: its description is damaged"):
         texts = {key: text for key, text in texts.items() if key in _FIELDS}
         content = {key: text if key in _TEXTS else json.loads(text) for key, text in texts.items()}
     return checked(content, source)
@@ -231,7 +232,7 @@ def _unpacked(texts: dict[str, str], source: str) -> dict[str, Any]:
 
 def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
     """Return a description; UserError names a field that is missing, of another type or impossible."""
-    with in_one_line(f"{source}: its description is damaged"):
+    with as_user_error(f"{source}: its description is damaged"):
         content = {"has_several_labels": False, **content}  # which the first format lacks
         description = {name: content[name] for name in _FIELDS}
         if type(description["has_several_labels"]) is not bool:
@@ -292,7 +293,7 @@ def open_graph(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dic
 
 def _open_onnx(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
     runtime = require_package("onnxruntime", source)
-    with in_one_line(f"{source} cannot be opened"):
+    with as_user_error(f"{source} cannot be opened"):
         settings = runtime.SessionOptions()
         settings.log_severity_level = 4
         settings.intra_op_num_threads = torch.get_num_threads()
@@ -307,6 +308,6 @@ def _open_onnx(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dic
 
 def _open_program(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
     files = {EXTRA_FILE: ""}
-    with in_one_line(f"{source} cannot be opened"), open(path, "rb") as file:
+    with as_user_error(f"{source} cannot be opened"), open(path, "rb") as file:
         model = torch.export.load(file, extra_files=files).module()
         return model, json.loads(files[EXTRA_FILE] or "{}")

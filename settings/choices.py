@@ -68,13 +68,13 @@ class Form(Choice):
 
 
 SCHEDULES = {
-    "cosineannealinglr": Schedule("models.optim:cosine", ("lr_min",), uses_epochs=True),
-    "exponentiallr": Schedule("models.optim:decay", ("lr_gamma",)),
-    "linearlr": Schedule("models.optim:line", ("lr_min",), uses_epochs=True),
-    "multisteplr": Schedule("models.optim:drop_at", ("lr_milestones", "lr_gamma")),
-    "polylr": Schedule("models.optim:power", ("lr_power", "lr_min"), uses_epochs=True),
+    "cosineannealinglr": Schedule("models.other_schedules:cosine", ("lr_min",), uses_epochs=True),
+    "exponentiallr": Schedule("models.other_schedules:decay", ("lr_gamma",)),
+    "linearlr": Schedule("models.other_schedules:line", ("lr_min",), uses_epochs=True),
+    "multisteplr": Schedule("models.other_schedules:drop_at", ("lr_milestones", "lr_gamma")),
+    "polylr": Schedule("models.other_schedules:power", ("lr_power", "lr_min"), uses_epochs=True),
     "steplr": Schedule("models.optim:drop", ("lr_step_size", "lr_gamma")),
-    "wsd": Schedule("models.optim:cool_down", ("lr_cooldown_epochs", "lr_min"), uses_epochs=True),
+    "wsd": Schedule("models.other_schedules:cool_down", ("lr_cooldown_epochs", "lr_min"), uses_epochs=True),
 }
 
 OPTIMIZERS = {
@@ -90,19 +90,19 @@ OPTIMIZERS = {
 
 # Each is called with the interpolation too, and returns a function of a PIL image.
 POLICIES = {
-    "augmix": Choice("presets:augmix", ("augmix_severity",)),
-    "cifar10": Choice("presets:auto_augment", constants={"dataset": "cifar10"}),
-    "imagenet": Choice("presets:auto_augment", constants={"dataset": "imagenet"}),
-    "ra": Choice("presets:rand_augment", ("ra_magnitude",)),
-    "svhn": Choice("presets:auto_augment", constants={"dataset": "svhn"}),
+    "augmix": Choice("loading.augmentations:augmix", ("augmix_severity",)),
+    "cifar10": Choice("loading.augmentations:auto_augment", constants={"dataset": "cifar10"}),
+    "imagenet": Choice("loading.augmentations:auto_augment", constants={"dataset": "imagenet"}),
+    "ra": Choice("loading.augmentations:rand_augment", ("ra_magnitude",)),
+    "svhn": Choice("loading.augmentations:auto_augment", constants={"dataset": "svhn"}),
     "ta_wide": Choice("torchvision.transforms.autoaugment:TrivialAugmentWide"),
 }
 
 # Each is called with the weights of the classes too, or None, and returns a function of scores and targets.
 LOSSES = {
     "cross_entropy": Choice("models.losses:CrossEntropy", ("label_smoothing",)),
-    "bce": Choice("models.losses:BinaryCrossEntropy", ("label_smoothing", "bce_target_thresh")),
-    "focal": Choice("models.losses:FocalLoss", ("label_smoothing", "focal_gamma")),
+    "bce": Choice("models.other_losses:BinaryCrossEntropy", ("label_smoothing", "bce_target_thresh")),
+    "focal": Choice("models.other_losses:FocalLoss", ("label_smoothing", "focal_gamma")),
 }
 
 # Classes of metrics by the curves that they compute; those of your own are added when a run builds them.
@@ -110,10 +110,10 @@ CURVES = {
     "loss": Curve("metrics:Loss", title="loss", is_lower_better=True),
     "acc1": Curve("metrics:Accuracy", title="Acc@1, %"),
     "acc5": Curve("metrics:Accuracy", title="Acc@5, %"),
-    "balanced_acc": Curve("metrics:BalancedAccuracy", title="balanced accuracy, %"),
-    "f1": Curve("metrics:F1", title="F1, mean over classes, %"),
-    "f1_micro": Curve("metrics:F1", title="F1 of all labels, %"),
-    "map": Curve("metrics:MeanAveragePrecision", title="mean average precision, %"),
+    "balanced_acc": Curve("metrics.per_class:BalancedAccuracy", title="balanced accuracy, %"),
+    "f1": Curve("metrics.per_class:F1", title="F1, mean over classes, %"),
+    "f1_micro": Curve("metrics.per_class:F1", title="F1 of all labels, %"),
+    "map": Curve("metrics.ranking:MeanAveragePrecision", title="mean average precision, %"),
 }
 METRICS = {name: curve for name, curve in CURVES.items() if name not in ("loss", "acc1", "acc5")}  # of --metrics
 
@@ -145,5 +145,5 @@ TABLES: dict[str, tuple[str, Mapping[str, Choice]]] = {
 
 
 def curves_of(metric: str) -> dict[str, Curve]:
-    """Return the curves of a class in `metrics`, by their names."""
-    return {name: curve for name, curve in CURVES.items() if curve.target == f"metrics:{metric}"}
+    """Return the curves of a metric, module:class, by their names."""
+    return {name: curve for name, curve in CURVES.items() if curve.target == metric}

@@ -14,8 +14,12 @@ from settings.options import BY_NAME, WHY_TYPED, split_custom
 
 def own_code(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the options, among all by name, that name code of the user's own, each with a FILE.py:FUNCTION."""
-    given = [(name, values[name] if isinstance(values[name], list) else [values[name]]) for name in TABLES]
-    return [(name, str(text)) for name, texts in given for text in texts if split_custom(str(text))]
+    found = []
+    for name in TABLES:
+        value = values[name]
+        texts = value if isinstance(value, list) else [value]
+        found += [(name, str(text)) for text in texts if split_custom(str(text))]
+    return found
 
 
 def check_code(args: Any) -> None:
@@ -33,9 +37,12 @@ def load_function(option: str, args: Any, value: str | None = None) -> Callable[
     Raises:
         UserError: only a recipe or a checkpoint names the file, it cannot be run, or it has no such function.
     """
-    value, flag = value or getattr(args, option), BY_NAME[option].flag
+    value = value or getattr(args, option)
+    flag = BY_NAME[option].flag
     if not split_custom(value):
-        return TABLES[option][1][value].load()
+        _, table = TABLES[option]
+        return table[value].load()
+    # A recipe or a checkpoint may be anybody's file: to use one must not run the code that it names.
     if value not in getattr(args, "trusted", ()):
         raise UserError(f"a recipe or a checkpoint names {value}, {WHY_TYPED.replace('--model', flag)}")
     from settings.own_code import find_function
@@ -52,6 +59,7 @@ def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:
             raise UserError(f"--model-kwargs {text}: expected KEY=VALUE, such as width=8")
         if key in found:
             raise UserError(f"--model-kwargs {key} is given twice; give it once")
+        # As in timm, whose --model-kwargs take literals of Python: 8, 0.5, (7, 7), and else text.
         try:
             found[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from distributed.signals import at_end
+from distributed.lending import at_end
 from errors import UserError, did_you_mean
 from files import open_to_read
 from settings.options import split_custom
@@ -28,16 +28,28 @@ def hash_code(own: Sequence[tuple[str, str]]) -> str:
     Raises:
         UserError: two files import modules of one name from their own folders: Python would give both the first.
     """
-    hashes, known = [], {}
+    hashes = []
+    known: dict[str, list[Path]] = {}
     for name, value in own:
-        path = (split_custom(value) or (value,))[0]
-        for module, files in {"": [], **_find_modules(path)}.items():
-            if module and known.setdefault(module, files) != files:
+        custom = split_custom(value)
+        path = value if custom is None else custom[0]
+        modules = _find_modules(path)
+        for module, files in modules.items():
+            if known.setdefault(module, files) != files:
                 raise UserError(f"{value} imports a different {module} than your other code; rename one of the files")
-            with suppress(OSError), open_to_read(path) as file:
-                content = b"".join(map(Path.read_bytes, files)) if module else file.read()
-                hashes.append(f"{f'{name} {module}'.strip()} {hashlib.sha256(content).hexdigest()[:16]}")
+        for module, files in {"": [path], **modules}.items():
+            with suppress(OSError):
+                hashes.append(f"{f'{name} {module}'.strip()} {_hash_files(files)}")
     return ", ".join(hashes)
+
+
+def _hash_files(paths: Sequence[str | Path]) -> str:
+    """Return 64 bits of a hash of the files' contents; OSError if one cannot be read."""
+    content = hashlib.sha256()
+    for path in paths:
+        with open_to_read(path) as file:
+            content.update(file.read())
+    return content.hexdigest()[:16]
 
 
 def _find_modules(path: str) -> dict[str, list[Path]]:
@@ -45,20 +57,35 @@ def _find_modules(path: str) -> dict[str, list[Path]]:
 
     Installed ones of the same name have precedence, and so have this project's, in whose folder none is looked for.
     """
-    found, todo = {}, [Path(os.path.realpath(path))]
+    found: dict[str, list[Path]] = {}
+    todo = [Path(os.path.realpath(path))]
     folder = todo[0].parent
-    for each in todo if folder != Path(__file__).resolve().parents[1] else ():  # it grows
+    if folder == Path(__file__).resolve().parents[1]:
+        return found
+    for each in todo:  # it grows
+        # A file that cannot be read or parsed says so where it is run.
         with suppress(OSError, SyntaxError, ValueError), open_to_read(each) as file:
-            nodes = [*ast.walk(ast.parse(file.read()))]
-            names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-            names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-            for name in sorted({name.partition(".")[0] for name in names} - found.keys()):
+            for name in sorted(_imported_by(file.read()) - found.keys()):
                 files = [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]
                 origin = getattr(importlib.util.find_spec(name), "origin", None) or folder
-                if Path(origin).is_relative_to(folder) and (files := [*filter(Path.is_file, files)]):
+                if not Path(origin).is_relative_to(folder):
+                    continue
+                files = list(filter(Path.is_file, files))
+                if files:
                     found[name] = files
                     todo += files
     return found
+
+
+def _imported_by(code: bytes) -> set[str]:
+    """Return the first part of the name of each module that code imports, wherever it stands."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 def find_function(value: str, flag: str) -> Callable[..., Any]:
@@ -76,7 +103,8 @@ def find_function(value: str, flag: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == os.path.realpath(path)]
-        line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error's own
+        # A syntax error has no frame of the file, but a line of its own.
+        line = lines[-1] if lines else getattr(error, "lineno", None)
         raise UserError(f"{flag} {path} cannot be run (line {line}): {type(error).__name__}: {error}") from error
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -94,21 +122,27 @@ def _run_file(path: str, code: str) -> ModuleType:
     `code` is the result of `hash_code` for it. It imports the modules of its folder as they are now, even if this
     process has imported them before: their state, too, is that of a fresh process.
     """
-    hashes = dict(each.rpartition(" ")[::2] for each in code.split(", ")[1:])
+    hashes = {}
+    for text in code.split(", ")[1:]:  # those of its modules, after its own
+        name, _, hashed = text.rpartition(" ")
+        hashes[name] = hashed
     if any(_imported.get(name, text) != text for name, text in hashes.items()):
         _forget()
+    # A second run in this process is that of a fresh one: modules of the same names come back when this one ends.
     at_end(sys.modules.update, _remove(hashes.keys() - _imported.keys()))
     at_end(_forget)
     _imported.update(hashes)
     for file in [path, *chain(*_find_modules(path).values())]:
-        with suppress(OSError):  # Python takes two contents of one second and size for the same
+        # Python knows its cached code by second and size alone, and would run the old file (PEP 552).
+        with suppress(OSError):
             os.remove(importlib.util.cache_from_source(file))
     spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     folder = str(Path(path).parent)
+    # Behind our own modules: a data.py beside the file must not hide ours.
     if folder not in sys.path:
-        sys.path.append(folder)  # behind our own modules
+        sys.path.append(folder)
         at_end(sys.path.remove, folder)
     spec.loader.exec_module(module)
     return module

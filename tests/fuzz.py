@@ -46,10 +46,10 @@ from distributed import collectives
 from distributed.launch import read_launch
 from loading import decode, forms, index
 from models import optim
-from models.ema import build_ema
+from models.build import build_ema
 from models.matching import load_matching
 from models.trained import load_evaluated
-from settings import config, options
+from settings import config, options, recipes
 from tests import images
 from tests.tiny import Tiny
 
@@ -209,7 +209,7 @@ def case_checkpoint(bench: Bench, folder: Path, rng: random.Random) -> None:
         return
     run = bench.run(args)
     run.resume(state, None, args.epochs)
-    manager.claim(args.resume, run)
+    manager.take_over(args.resume, run)
     if run.steps == run.steps_per_epoch:
         run.start_epoch(run.epoch + 1)
     make_step(run)
@@ -274,7 +274,7 @@ RECIPE_VALUES = [
 def case_recipe(bench: Bench, folder: Path, rng: random.Random) -> None:
     """A recipe says something else; what is accepted is written as a recipe that says the same."""
     path, again = folder / "recipe.toml", folder / "again.toml"
-    lines = rng.choice(sorted(config.RECIPES_DIR.glob("*.toml"))).read_text().splitlines()
+    lines = rng.choice(sorted(recipes.RECIPES_DIR.glob("*.toml"))).read_text().splitlines()
     if rng.random() < 0.7:
         number = rng.choice([number for number, line in enumerate(lines) if "=" in line])
         lines[number] = lines[number].split("=")[0] + "= " + rng.choice(RECIPE_VALUES)

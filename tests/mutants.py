@@ -43,8 +43,9 @@ KILLERS = reach.FOLDER / "killers.json"  # the test that noticed a fault the las
 # What decides numbers and safety. Of the first three, whose tests are whole runs, at least ten are drawn.
 FIRST = ["run.py", "distributed/decision.py", "models/ema.py"]
 WEIGHED = """
-    train.py run.py data.py metrics.py sampler.py transforms.py presets.py randomness.py files.py
-    models/*.py checkpointing/*.py distributed/*.py loading/decode.py settings/*.py
+    train.py run.py data.py metrics/*.py sampler.py transforms.py presets.py randomness.py files.py
+    models/*.py checkpointing/*.py distributed/*.py settings/*.py
+    loading/decode.py loading/growing_crops.py loading/on_device.py loading/repeats.py
 """.split()
 
 SWAPS = {

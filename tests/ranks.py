@@ -162,10 +162,11 @@ def in_group(check, *arguments) -> None:
     """Join the processes, call `check(rank, world_size, *arguments)`, and part."""
     import utils
     from distributed import collectives
+    from distributed.ending import leave_group
 
     utils.init_distributed_mode(Namespace(device="cpu", world_size=1, dist_url="env://", dist_timeout=1))
     check(collectives.get_rank(), collectives.get_world_size(), *arguments)
-    collectives.shut_down()
+    leave_group()
 
 
 def run_check(world_size: int, check, log_folder: Path, *arguments) -> Outcome:

@@ -20,8 +20,8 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 FOLDER = REPOSITORY / ".mutants"
 MAP = FOLDER / "map.json"
-CORE = ["train", "run", "data", "metrics", "sampler", "transforms", "presets", "randomness", "files", "utils", "errors"]
-FOLDERS = ["models", "checkpointing", "distributed", "loading", "monitoring", "settings", "scripts", "bench"]
+CORE = ["train", "run", "data", "sampler", "transforms", "presets", "randomness", "files", "utils", "errors"]
+FOLDERS = ["models", "checkpointing", "distributed", "loading", "metrics", "monitoring", "settings", "scripts", "bench"]
 
 
 class Marks:

@@ -17,7 +17,7 @@ import torch
 from bench import benchmark, gpu_report, race
 from errors import UserError
 from scripts import tool
-from settings import config
+from settings import config, machine
 from tests.exports import refused, run_tool
 from tests.ranks import module_rank, run_ranks, tool_rank
 from tests.runs import run_forked
@@ -46,7 +46,7 @@ def test_the_command_of_before_names_the_one_of_now(name, tmp_path):
 
 def test_loader(image_folder, tmp_path):
     command = ["loader", "--data-path", image_folder, "--rounds", 2, "--images", 5]
-    ways = [str(image_folder)] + [f"{image_folder}, torchcodec"] * bool(config.find_torchcodec())
+    ways = [str(image_folder)] + [f"{image_folder}, torchcodec"] * bool(machine.find_torchcodec())
     check_figures(tmp_path, [f"{way} / torchvision" for way in ways], *command, part="val")
     assert {"train", "val"} <= json.loads((tmp_path / "figures.json").read_text()).keys()
 

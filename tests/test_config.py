@@ -15,10 +15,11 @@ import torchvision
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode
 
 from checkpointing.published import resolve_weights
-from errors import UserError, find_timm_config
+from errors import UserError
 from models.optim import lr_at
 from scripts import tool
 from settings import choices, config, options, other_scripts
+from settings.packages import find_timm_config
 
 DATA = ["--data-path", "images"]
 

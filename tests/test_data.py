@@ -23,7 +23,7 @@ from errors import ImageError, UserError
 from files import read_json
 from loading.forms import open_source
 from loading.loader import BatchLoader, check_workers
-from loading.source import Subset, minival_numbers, without
+from loading.subset import Subset, minival_numbers, without
 from monitoring import preview
 from presets import ClassificationPresetTrain
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards

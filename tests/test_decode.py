@@ -23,7 +23,8 @@ from torchvision.transforms import InterpolationMode
 
 from errors import BadImageError, ImageError, is_printable
 from loading import decode
-from loading.decode import Decoding, ImageFile, can_read_heic, read_frame, shorten
+from loading.decode import Decoding, ImageFile, read_frame, shorten
+from loading.heic import can_read_heic
 from presets import ClassificationPresetEval, ClassificationPresetTrain
 from scripts import check, pack, predict
 from tests.fuzz import scramble

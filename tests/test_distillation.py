@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 
 from checkpointing.archive import load_checkpoint
 from errors import UserError
+from models.auxiliary_loss import AuxiliaryLoss
 from models.build import build_model
-from models.losses import AuxiliaryLoss, build_loss
+from models.losses import build_loss
 from models.teacher import Distillation, build_teacher
 from settings import config
 from tests.endings import differing, read_metrics

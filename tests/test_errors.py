@@ -16,12 +16,11 @@ import torch
 from PIL import Image
 
 import errors
-import files
 import train
-from distributed import launch, signals
+from distributed import ending, launch, signals
 from loading import progress
 from monitoring import console
-from settings import config
+from settings import config, tables
 from tests.endings import differing_results
 from tests.exports import run_tool, write_checkpoint
 from tests.images import write_images
@@ -31,7 +30,7 @@ from tests.started import SMALL, SMALL_ANYWHERE, refused, run_train
 
 def leave_group(rank, world_size, ranks, error):
     if rank in ranks:
-        errors.end_by(error, launch.read_launch())
+        ending.end_with_error(error, launch.read_launch())
     time.sleep(30)
 
 
@@ -49,17 +48,17 @@ def test_an_error_is_printed_once_and_names_the_rank_if_it_is_of_one(tmp_path, r
 
 def test_what_means_that_the_machine_gives_no_more_is_known_by_number_and_by_text():
     for error in [OSError(24, "Too many open files"), RuntimeError("[enforce fail] Too many open files (24)")]:
-        assert str(errors.explain_limit(error)).startswith("Too many open files; raise `ulimit -n`")
+        assert str(ending.explain_limit(error)).startswith("Too many open files; raise `ulimit -n`")
     # A thread's stack that finds no memory fails by these errors, too.
     for error in [RuntimeError("can't start new thread"), RuntimeError("Resource temporarily unavailable"),
                   BlockingIOError(11, "Resource temporarily unavailable")]:  # fmt: skip
-        assert "or no memory for one; raise `ulimit -u` or `ulimit -v`" in str(errors.explain_limit(error))
-    assert str(errors.explain_limit(FileNotFoundError(2, "No such file"))).startswith("the current folder was removed")
+        assert "or no memory for one; raise `ulimit -u` or `ulimit -v`" in str(ending.explain_limit(error))
+    assert str(ending.explain_limit(FileNotFoundError(2, "No such file"))).startswith("the current folder was removed")
     lacks = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")]
     for error in [*lacks, RuntimeError("could not create a primitive")]:
-        assert "out of memory" in str(errors.explain_limit(error))
+        assert "out of memory" in str(ending.explain_limit(error))
     for error in [RuntimeError("shapes differ"), OSError(5, "Input/output error"), ValueError("Too many open files")]:
-        assert errors.explain_limit(error) is None
+        assert ending.explain_limit(error) is None
 
 
 def train_in_ascii(argv):
@@ -74,7 +73,7 @@ def test_a_name_that_the_terminal_cannot_show_ends_no_run(tmp_path):
 
 
 def test_a_long_error_is_cut_and_keeps_its_ends():
-    line = errors.error_line("train.py: error", f"--lr {'[' * 10_000}: expected a number; give --lr 0.1")
+    line = ending.error_line("train.py: error", f"--lr {'[' * 10_000}: expected a number; give --lr 0.1")
     assert line.startswith("train.py: error: --lr [[[")
     assert line.endswith("[[[: expected a number; give --lr 0.1")
     assert len(line) < 300
@@ -100,7 +99,7 @@ def test_names_are_no_formulas_in_a_table_and_no_commands_to_a_terminal(tmp_path
 
 
 def test_numbers_in_a_table_stay_numbers():
-    content = files.as_csv([["a, b", -0.5, -3], ["+1", float("-inf"), None]])
+    content = tables.as_csv([["a, b", -0.5, -3], ["+1", float("-inf"), None]])
     assert content == b'\xef\xbb\xbf"a, b",-0.5,-3\n\'+1,-inf,\n'
 
 

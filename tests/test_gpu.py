@@ -10,8 +10,7 @@ from torch import nn
 import data
 import train
 from models import optim
-from models.build import build_scaler, move_to_device
-from models.ema import build_ema
+from models.build import build_ema, build_scaler, move_to_device
 from models.losses import build_criterion
 from run import Run
 from sampler import TrainSampler, VirtualShards

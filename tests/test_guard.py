@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import train  # noqa: F401
-from checkpointing import guard
+from checkpointing import guard, held_out
 from errors import UserError
 from loading.decode import FORMATS
-from settings import config, options
+from settings import config, machine, options
 from settings.options import BY_NAME
 from tests.ranks import REPOSITORY
 
@@ -168,7 +168,7 @@ def test_sizes_are_compared_within_a_form_and_times_within_a_path(there, here, o
     ({"minival": 0.2, "minival_fold": "0"}, 0.2, 0, False), ({"minival": None}, 0.2, 0, False), ({}, 0.2, 0, False),
 ])  # fmt: skip
 def test_a_run_has_held_out_what_is_held_out_here_or_more(theirs, fraction, fold, expected):
-    assert guard.holds_out(theirs, fraction, fold) is expected
+    assert held_out.holds_out(theirs, fraction, fold) is expected
 
 
 def test_own_code_may_lie_elsewhere_on_another_machine():
@@ -194,7 +194,7 @@ def test_the_version_of_whatever_makes_pixels_is_recorded(kind):
     args = parse("--workers", 1)
     known = " ".join(map(str, guard.describe_environment(args).values()))
     for module, name in LIBRARIES[kind]:
-        if module == "torchcodec" and not config.find_torchcodec():
+        if module == "torchcodec" and not machine.find_torchcodec():
             continue
         found = getattr(pytest.importorskip(module), name)
         found = found()["libheif"] if callable(found) else found
@@ -202,7 +202,7 @@ def test_the_version_of_whatever_makes_pixels_is_recorded(kind):
 
 
 def test_the_hash_of_the_project_is_that_of_its_code_wherever_it_lies(tmp_path):
-    for folder in ("checkpointing", "distributed", "loading", "models", "monitoring", "scripts", "settings", "."):
+    for folder in "checkpointing distributed loading metrics models monitoring scripts settings .".split():
         (tmp_path / folder).mkdir(exist_ok=True)
         for path in (REPOSITORY / folder).glob("*.py"):
             shutil.copy(path, tmp_path / folder)

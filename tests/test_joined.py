@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import train
 import utils
-from distributed import collectives
+from distributed.ending import leave_group
 from errors import PreemptedError
 from settings.config import parse_args
 from tests.ranks import REPOSITORY, free_port, run_ranks, strike_at
@@ -83,7 +83,7 @@ def joined_rank(world_size, port, backend, argvs):
     utils.init_distributed_mode(args)
     assert (args.rank, args.world_size, args.distributed) == (rank, world_size, True)
     assert utils.reduce_across_processes(rank).item() == world_size * (world_size - 1) // 2
-    collectives.shut_down()
+    leave_group()
     check_left(rank, world_size, backend)
 
 

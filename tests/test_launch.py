@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from distributed import collectives
-from distributed.launch import first_slurm_host, read_launch
+from distributed.launch import read_launch
+from distributed.slurm import first_slurm_host
 from errors import UserError
 from settings import config
 from tests.ranks import REPOSITORY, run_check, run_ranks, some_slow, train_rank, wait_for
@@ -118,7 +119,7 @@ ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
 
 @pytest.mark.parametrize(("environ", "found"), [
     ({"RANK": "3", "LOCAL_WORLD_SIZE": "4"}, {"num_local": 4}), (STEP, {"num_local": 4, "cores": 6}),
-    ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "2"}, {"attempt": 2}),
+    ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "2"}, {"num_restarts": 2}),
     ({**STEP, "SLURM_CPUS_PER_TASK": "64"}, {"cores": 6}),  # of the batch script
     ({**STEP, **ONE_TASK, **TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "LOCAL_WORLD_SIZE": "3"}, {"cores": 2}),
     ({**STEP, **TORCHRUN}, {"cores": 6}),  # set by hand from srun's

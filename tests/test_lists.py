@@ -12,7 +12,8 @@ from torchvision import datasets
 
 from errors import UserError
 from loading import index, lists, source
-from loading.forms import open_named, open_source
+from loading.forms import open_source
+from loading.named import open_named
 from tests.images import write_images
 from tests.ranks import run_ranks, tool_rank
 from tests.started import SMALL, run_train

@@ -14,7 +14,7 @@ import torchvision
 from timm import loss as timms
 from torch import nn
 
-from models.losses import BinaryCrossEntropy
+from models.other_losses import BinaryCrossEntropy
 from scripts.make_digits import write_digits
 from tests.started import run_train
 

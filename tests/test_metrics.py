@@ -32,7 +32,9 @@ from loading.decode import AS_STORED
 from loading.forms import open_source
 from loading.index import ArraySource, encode
 from loading.remote import RemotePack
-from loading.source import first_of_each_class
+from loading.subset import first_of_each_class
+from metrics.per_class import F1, BalancedAccuracy
+from metrics.ranking import MeanAveragePrecision, average_precision, rank_classes
 from models.build import build_model
 from models.class_weights import class_weights
 from models.losses import build_criterion
@@ -119,7 +121,7 @@ def test_an_evaluation_and_a_metric_of_ones_own_have_the_numbers_counted_by_hand
 
 def test_the_means_of_a_line_are_of_all_images_so_far(capsys):
     recall_score = pytest.importorskip("sklearn.metrics").recall_score
-    measure([metrics.Accuracy(), metrics.BalancedAccuracy(NUM_CLASSES)], print_freq=2)
+    measure([metrics.Accuracy(), BalancedAccuracy(NUM_CLASSES)], print_freq=2)
     lines = [line for line in capsys.readouterr().out.splitlines() if "balanced_acc: " in line]
     scores, labels = scored_images()
     for line, number in zip(lines, (4, 12, 20, NUM_IMAGES), strict=False):
@@ -135,8 +137,8 @@ def test_of_equal_scores_acc1_is_torchs_topk_and_all_else_takes_the_first_class(
     first = torch.tensor([row.index(max(row)) for row in output.tolist()])
     hits = metrics.Accuracy((1, 5)).batch_sums(output, target, None)[0]
     assert hits == (output.topk(5).indices[:, 0] == target).sum()
-    assert torch.equal(metrics.F1(30).batch_sums(output, target, None)[1], first.bincount(minlength=30))
-    rows = metrics.rank_classes(output, target, 3)
+    assert torch.equal(F1(30).batch_sums(output, target, None)[1], first.bincount(minlength=30))
+    rows = rank_classes(output, target, 3)
     order = [sorted(range(30), key=lambda label, row=row: -row[label]) for row in output.tolist()]
     assert rows[:, 0].tolist() == [each.index(label) for each, label in zip(order, target.tolist(), strict=True)]
     assert rows[:, 2:5].tolist() == [each[:3] for each in order]
@@ -276,7 +278,7 @@ def test_map_and_f1_are_scikit_learns():
     truth = rng.random((203, 6)) < [0.5, 0.2, 0.1, 0.02, 0.7, 0]
     truth[0, 3] = True
     scores = numpy.round(rng.normal(size=truth.shape) + truth - 0.5, 1).astype(numpy.float32)  # with ties
-    counted, ranked = metrics.F1(6, is_multi_label=True), metrics.MeanAveragePrecision(6)
+    counted, ranked = F1(6, is_multi_label=True), MeanAveragePrecision(6)
     tally = metrics.Tally([counted, ranked])
     for i in range(0, 203, 50):
         output, target = torch.from_numpy(scores[i : i + 50]), torch.from_numpy(truth[i : i + 50]).float()
@@ -291,12 +293,12 @@ def test_map_and_f1_are_scikit_learns():
 
 
 def test_scores_without_an_order_have_no_precision_and_equal_infinite_ones_are_ties():
-    ranked = metrics.MeanAveragePrecision(1)
+    ranked = MeanAveragePrecision(1)
     ranked.observe(torch.tensor([[1.0], [float("nan")]]), torch.tensor([[1.0], [0.0]]), None)
     assert math.isnan(ranked.gather()["map"])
     scores = numpy.array([numpy.inf, numpy.inf])
-    assert metrics.average_precision(scores, numpy.array([True, False])) == 0.5
-    assert metrics.average_precision(scores, numpy.array([False, True])) == 0.5
+    assert average_precision(scores, numpy.array([True, False])) == 0.5
+    assert average_precision(scores, numpy.array([False, True])) == 0.5
 
 
 @pytest.mark.parametrize(("label", "words"), [
@@ -471,7 +473,7 @@ def test_balanced_accuracy_and_f1_are_scikit_learns():
     truth = rng.choice(5, 200, p=[0.6, 0.2, 0.15, 0.05, 0])
     scores = torch.from_numpy(rng.normal(size=(200, 5)) + 1.5 * (truth[:, None] == numpy.arange(5)))
     scores[:, 3] -= 9  # never right
-    tally = metrics.Tally([metrics.BalancedAccuracy(5), metrics.F1(5)])
+    tally = metrics.Tally([BalancedAccuracy(5), F1(5)])
     for i in range(0, 200, 30):
         tally.update(torch.tensor(0.0), scores[i : i + 30], torch.from_numpy(truth[i : i + 30]), None)
     tally.synchronize_between_processes()

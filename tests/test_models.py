@@ -20,8 +20,8 @@ from checkpointing.schema import check_schema
 from checkpointing.weights import Weights
 from errors import UserError
 from models import build, optim
-from models.build import begin_training, build_model, build_without_memory
-from models.classifier import AUXILIARY_WEIGHTS, classifier_layers
+from models.build import AUXILIARY_WEIGHTS, begin_training, build_model, build_without_memory
+from models.classifier import classifier_layers
 from models.ema import ExponentialMovingAverage
 from models.freezing import freeze_batchnorm
 from models.losses import build_criterion

@@ -17,8 +17,9 @@ from PIL import Image, ImageOps
 from torchvision import transforms
 
 from errors import BadImageError, UserError
-from loading.decode import AS_STORED, Decoding, ImageFile, can_read_heic, decode_plainly, load_image
+from loading.decode import AS_STORED, Decoding, ImageFile, decode_plainly, load_image
 from loading.forms import open_source
+from loading.heic import can_read_heic
 from loading.remarks import unused_range
 from models.build import build_model
 from presets import ClassificationPresetEval, ClassificationPresetTrain

@@ -32,6 +32,7 @@ from checkpointing.folder import OWN_FILES, PICTURES
 from errors import UserError
 from files import own_temporary_folder
 from loading.forms import open_source
+from loading.on_device import Normalize
 from monitoring import loggers, monitor, pictures
 from monitoring.events import NOT_DRAWN
 from monitoring.monitor import read_records
@@ -44,7 +45,7 @@ from tests.faults import at_step
 from tests.ranks import run_ranks, start_ranks, train_rank, wait_for
 from tests.runs import set_variables
 from tests.started import SMALL, refused, run_train
-from transforms import Normalize, RandomCutMix, pack_box
+from transforms import RandomCutMix, pack_box
 
 # 29 images in steps of 8: 3 steps an epoch, 12 in all; windows of 5 steps reach over the ends of epochs.
 ARGV = """

@@ -21,20 +21,19 @@ import data
 import presets
 from errors import UserError
 from models import optim
-from models.build import build_without_memory
-from models.ema import build_ema
+from models.build import build_ema, build_without_memory
 from models.losses import build_criterion
 from monitoring import preview
-from settings import config
+from settings import checks, config, recipes
 from tests.images import pack_shards
 from tests.ranks import REPOSITORY, run_ranks, some_slow, train_rank
 from transforms import RandomMix
 
-RECIPES = sorted(path.stem for path in config.RECIPES_DIR.glob("*.toml"))
+RECIPES = sorted(path.stem for path in recipes.RECIPES_DIR.glob("*.toml"))
 
 
 def argv_of_recipe(name):
-    command = config.read_recipe(config.find_recipe(name)).get("command", "")
+    command = recipes.read_recipe(recipes.find_recipe(name)).get("command", "")
     own = [f"--model={REPOSITORY}/{found}" for found in re.findall(r"--model (\S+\.py:\S+)", command)]
     return ["--recipe", name, "--dry-run", *own]
 
@@ -145,12 +144,12 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
 
 def test_every_recipe_resolves_and_says_where_it_is_from():
     for name in RECIPES:
-        recipe, path = config.read_recipe(config.find_recipe(name)), config.find_recipe(name)
+        recipe, path = recipes.read_recipe(recipes.find_recipe(name)), recipes.find_recipe(name)
         facts = set() if "an experiment" in recipe.get("notes", "") else {"expected-acc1", "tolerance"}
         assert {"title", "source", "evaluation", "reproduced"} | facts <= recipe.keys(), name
         assert path.stat().st_size < 2000, name  # it says what differs from the defaults
         # The features of this one are given on the command line.
-        remarks = [line.split()[0] for line in config.remarks(options_by_name(name))]
+        remarks = [line.split()[0] for line in checks.remarks(options_by_name(name))]
         assert remarks == (["--freeze"] if name == "resnet50-linear" else []), name
         assert (recipe["reproduced"] is False) == (name not in ("digits", "imagenette")), name
 
@@ -172,7 +171,7 @@ def test_expected_accuracies_are_those_of_torchvisions_weights():
     names = [name for name in RECIPES if name.endswith(("-v1", "-v2"))]
     assert len(names) >= 70
     for name in names:
-        recipe = config.read_recipe(config.find_recipe(name))
+        recipe = recipes.read_recipe(recipes.find_recipe(name))
         model, _, version = name.rpartition("-")
         weights = torchvision.models.get_model_weights(model)[f"IMAGENET1K_{version.upper()}"]
         metrics = weights.meta["_metrics"]["ImageNet-1K"]
@@ -184,15 +183,15 @@ def test_expected_accuracies_are_those_of_torchvisions_weights():
 
 
 def test_the_list_of_recipes_names_each_once_fits_the_terminal_and_is_filtered(monkeypatch):
-    lines = config.list_recipes().splitlines()
+    lines = recipes.list_recipes().splitlines()
     assert [line.split()[0] for line in lines[1:-2]] == RECIPES
     monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, config.list_recipes().splitlines()[:-1])) == 60
-    names = [line.split()[0] for line in config.list_recipes("FFCV").splitlines()[1:-2]]
+    assert max(map(len, recipes.list_recipes().splitlines()[:-1])) == 60
+    names = [line.split()[0] for line in recipes.list_recipes("FFCV").splitlines()[1:-2]]
     assert names == [name for name in RECIPES if "-fast" in name]  # all twelve name it as their source
-    assert tomllib.loads(config.list_recipes("digits")) == config.read_recipe(config.find_recipe("digits"))
+    assert tomllib.loads(recipes.list_recipes("digits")) == recipes.read_recipe(recipes.find_recipe("digits"))
     with pytest.raises(UserError, match="no recipe contains this word; did you mean digits"):
-        config.list_recipes("digitz")
+        recipes.list_recipes("digitz")
 
 
 DRY = ["--dry-run", "--model", "squeezenet1_1"]

@@ -24,7 +24,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 import data
 from distributed import signals
 from errors import ImageError, UserError
-from loading import fill, remote
+from loading import fill, pack_format, remote, stores
 from loading.forms import open_source
 from settings import config
 from tests.exports import run_tool
@@ -53,8 +53,8 @@ def server(packed, tmp_path):
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr(remote, "_SILENCE_S", 0.2)
-    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(stores, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(stores, "_FIRST_WAIT_S", 0.01)
 
 
 def open_pack(server, tmp_path, split="train", **more):
@@ -237,12 +237,12 @@ HOSTILE = {
 )
 def test_a_hostile_index_is_one_line(server, tmp_path, name, value):
     path = server.folder / "train.index.gz"
-    facts, names, columns = remote.decode_index(path.read_bytes(), "it")
+    facts, names, columns = pack_format.decode_index(path.read_bytes(), "it")
     if name in columns and isinstance(value, int):
         columns[name] = numpy.append(columns[name][:-1], value)
     else:
         facts[name] = value if name != "first line" else None
-    content = remote.encode_index(facts, names, columns)
+    content = pack_format.encode_index(facts, names, columns)
     if name == "first line":
         content = gzip.compress(value + b"\n" + gzip.decompress(content).partition(b"\n")[2])
     path.write_bytes(content)

@@ -42,7 +42,7 @@ from tests.started import SMALL_PLAIN, damage_flipped, refused, run_train, state
 def folder(tmp_path):
     files = folders.CheckpointFolder(tmp_path / "out")
     files.acquire()
-    files.claim("", None, FixedRun(0))
+    files.take_over("", None, FixedRun(0))
     return files
 
 
@@ -56,7 +56,7 @@ def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save(tmp_path
 
     assert not is_due(1000.0, CheckpointManager(tmp_path / "b"))
     manager.lock()
-    manager.claim("", FixedRun(0))
+    manager.take_over("", FixedRun(0))
     assert list(map(is_due, (1000.0, 1119.0, 1120.0, 1500.0))) == [False, False, True, True]
     manager.save(FixedRun(1))
     assert manager.wait_for_save()
@@ -127,7 +127,7 @@ def test_the_best_of_elsewhere_comes_along_though_its_number_is_deleted(folder, 
         assert folder.save(state_at(step), ["best"] * (step == 1)) is None
     own, resume = CheckpointFolder(tmp_path / "own"), str(folder.folder / "checkpoint.pth")
     own.folder.mkdir()
-    own.claim(resume, own.read(resume), FixedRun(5, best={"step": 1}))
+    own.take_over(resume, own.read(resume), FixedRun(5, best={"step": 1}))
     assert load_checkpoint(own.folder / "best.pth", "best")["step"] == 1
 
 

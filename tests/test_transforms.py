@@ -16,6 +16,8 @@ from torchvision.transforms.functional import pil_to_tensor
 import data
 import presets
 import transforms
+from loading.growing_crops import ProgressivePreset
+from loading.on_device import BatchTransform, Normalize
 from randomness import Draws, TorchDraws, seed_host, unit
 from settings import config
 from tests.images import encoded, picture
@@ -89,9 +91,9 @@ def test_each_image_is_mixed_by_draws_of_its_own():
 
 def test_a_batch_is_mixed_as_often_as_asked_until_its_last_epoch():
     odds = {"mixup_alpha": 1.0, "cutmix_alpha": 1.0, "prob": 0.5, "switch_prob": 0.25}
-    normalize = transforms.Normalize((0.5,), (0.5,), torch.device("cpu"))
+    normalize = Normalize((0.5,), (0.5,), torch.device("cpu"))
     mixing = transforms.get_mixup_cutmix(**odds, num_classes=2)
-    batch = transforms.BatchTransform(normalize, mix=mixing, mix_off_epoch=5)
+    batch = BatchTransform(normalize, mix=mixing, mix_off_epoch=5)
     image, target = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(-1, 1, 8, 8), torch.tensor([0, 1])
     kinds = Counter()
     for seed in range(2000):
@@ -107,8 +109,8 @@ def test_a_batch_is_mixed_as_often_as_asked_until_its_last_epoch():
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_batches_are_normalised_then_erased_then_mixed_in_the_memory_order_that_is_asked_for(order):
     values = (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)
-    transform = transforms.BatchTransform(
-        transforms.Normalize(*values, torch.device("cpu"), order),
+    transform = BatchTransform(
+        Normalize(*values, torch.device("cpu"), order),
         transforms.RandomErasing(0.5),
         transforms.get_mixup_cutmix(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=NUM_CLASSES),
     )
@@ -234,7 +236,7 @@ SPLITMIX64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 def test_crops_of_any_size_grow_by_multiples_of_32_from_the_smallest_to_the_largest():
-    crops = presets.ProgressivePreset(int, smallest=120, largest=170, first=1, last=5)
+    crops = ProgressivePreset(int, smallest=120, largest=170, first=1, last=5)
     assert [crops.size_at(epoch) for epoch in range(8)] == [120, 120, 128, 160, 160, 170, 170, 170]
 
 

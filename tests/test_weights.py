@@ -25,8 +25,8 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 
 import utils
 from checkpointing.archive import read_checkpoint
+from checkpointing.class_order import find_disorder
 from checkpointing.first_weights import start_weights
-from checkpointing.guard import find_disorder
 from checkpointing.weights import fetch_from_hub, load_weights
 from errors import UserError
 from models.build import build_model

@@ -21,6 +21,7 @@ from PIL import Image, JpegPresets  # noqa: F401
 from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
 import train  # noqa: F401
+import transforms  # noqa: F401
 from bench import benchmark  # noqa: F401
 from models.build import check_model
 from monitoring import pictures
@@ -29,7 +30,7 @@ from settings import config
 from tests import crash, faults, images, ranks, runs, started  # noqa: F401
 
 # What stands behind doors, too, of which each rank opens some.
-for name in ("checkpointing", "loading", "models", "monitoring", "settings"):
+for name in ("checkpointing", "distributed", "loading", "metrics", "models", "monitoring", "settings"):
     for path in sorted((ranks.REPOSITORY / name).glob("[!_]*.py")):
         importlib.import_module(f"{name}.{path.stem}")
 # No pool of threads may exist when processes are forked.

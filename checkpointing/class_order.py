@@ -1,0 +1,51 @@
+"""Compare the classes of weights with those of the images: their names, or the order that another script gives them."""
+
+import re
+from typing import Any
+
+from checkpointing.guard import compare_classes, refuse_data
+from settings.options import parse_allowed
+
+
+def check_classes(weights: Any, args: Any, val: Any) -> None:
+    """Refuse to evaluate weights that name other classes; training may start from them.
+
+    Of `Weights` that name none `models.load_matching` counts the classes, and refuses those in an unknown order.
+    """
+    if args.minival:
+        from checkpointing.held_out import warn_trained_on
+
+        warn_trained_on(f"--weights {args.weights}", weights.options, weights.images, args, val)
+    weights.disorder = []
+    # Only a file that names no classes needs a guess at their order.
+    if weights.classes is None:
+        if "data" not in parse_allowed(args.allow_change):
+            weights.disorder = find_disorder(weights.script, val.classes)
+        return
+    # Another number of classes has no names to compare: the classifier is replaced, or the weights are refused.
+    if len(weights.classes) != len(val.classes):
+        return
+    refusal = f"--weights {args.weights} has different classes"
+    differences = compare_classes(weights.classes, val.classes, refusal)
+    if differences and args.test_only:
+        refuse_data(args, refusal, differences)
+    elif differences:
+        print(f"--weights {args.weights}: {differences[0]}; training starts from its classifier anyway")
+
+
+def find_disorder(script: str, classes: list[str]) -> list[str]:
+    """Return a line about classes that weights of a script, without names of their own, may have in another order.
+
+    timm sorts them naturally and without case; torchvision and pytorch/examples as here.
+    """
+    if script in ("", "torchvision", "pytorch-examples"):
+        return []
+    timms = sorted(classes, key=_natural_key)
+    return [
+        f"it names no classes; in timm's order {each}; rename the folders in that order: 0-NAME ..."
+        for each in compare_classes(timms, classes)
+    ]
+
+
+def _natural_key(name: str) -> list[int | str]:
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name.lower())]
