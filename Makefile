@@ -36,10 +36,11 @@ format: $(READY)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lint: $(READY)  ## check style, names, complexity, spelling and size
+lint: $(READY)  ## check style, names, complexity, types, spelling and size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/mypy --no-error-summary
 	$(BIN)/python .ci/size.py
 
 check: lint  ## lint, and run the tests that reach what has changed since BASE, by `make map`: at most a minute

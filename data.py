@@ -4,7 +4,7 @@ import os
 import random
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sized
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
@@ -32,9 +32,17 @@ from presets import ClassificationPresetEval, build_presets
 from randomness import AUGMENTATION, ERASING, FLIP, MIXING, Draws, fold_seed, seed_host
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 from settings import config
-from settings.config import Assigned, Resolved
 from settings.machine import fast_decoder
-from settings.options import WITH_DEFAULT, fit_statistics, split_custom
+from settings.options import (
+    WITH_DEFAULT,
+    AugmentationOptions,
+    DataOptions,
+    DistributedOptions,
+    OptimizationOptions,
+    fit_statistics,
+)
+from settings.rules import split_custom
+from settings.stages import Assigned, Resolved, values_of
 
 LOOK_S = 10.0  # within which a start looks at some images of each set
 
@@ -56,7 +64,8 @@ class IndexedImageFolder(Dataset):
         UserError: the split is not there, or its files are not divided into classes.
     """
 
-    target_transform = None
+    target_transform: Callable[[int], Any] | None = None
+    filler: Any = None  # the process that fills the machine's cache with a remote training set
 
     def __init__(self, root: str | Path, transform: Any, seed: int = 0, source: Source | None = None) -> None:
         self.root = Path(root)
@@ -190,62 +199,62 @@ class SyntheticImages(IndexedImageFolder):
         source = SyntheticSource(num_images, size_px, num_classes, in_chans)
         mean, std = (fit_statistics(values, in_chans) for values in (config.IMAGENET_MEAN, config.IMAGENET_STD))
         super().__init__(source.root, ClassificationPresetEval(crop_size=size_px, mean=mean, std=std), source=source)
+        self.pixels = source.pixels
 
     def load(self, key: int) -> tuple[Tensor, int]:
         """Return one image as (in_chans, size_px, size_px) uint8, and its class; equal pixels have equal classes."""
-        return self.index.pixels(key), self.index.label(key)
+        return self.pixels(key), self.index.label(key)
 
 
-def build_datasets(traindir: str | None, valdir: str | None, args: Resolved) -> tuple[Dataset | None, Dataset]:
+def build_datasets(
+    traindir: str | None, valdir: str | None, args: Resolved
+) -> tuple[IndexedImageFolder | None, IndexedImageFolder]:
     """Return the training set (None with `--test-only`) and the validation set.
 
     Raises:
         UserError: a split is missing or is no set of images, or the two differ in their classes.
     """
-    preset_train, preset_eval = build_presets(args)
-    if args.synthetic is not None:
-        train_px = None if args.test_only else args.train_crop_size
-        return _synthetic_sets(args.synthetic, train_px, args.val_crop_size, args.in_chans)
-    if args.minival:
+    options = args.data
+    preset_train, preset_eval = build_presets(options, args.augmentation)
+    if options.synthetic is not None:
+        return _synthetic_sets(args)
+    if options.minival:
         valdir = traindir
-    is_in_folders = not split_custom(args.data_path or "") and not is_remote(args.data_path)
-    if is_in_folders:
+    if not split_custom(options.data_path or "") and not is_remote(options.data_path):
         # Both are looked for before one is opened, which for class folders on a network disk takes minutes.
-        if not args.test_only:
+        if not args.checkpoint.test_only:
             check_source(Path(traindir))
         check_source(Path(valdir))
     source = None
-    source_test = open_split(valdir, args)
-    if args.minival:
+    source_test = open_split(valdir, options)
+    if options.minival:
         from loading.parts import hold_out
 
-        source_test, source = hold_out(source_test, args.minival, args.minival_fold)
-    source_test = _limited(source_test, args.limit_val_images, "--limit-val-images")
-    dataset_test = IndexedImageFolder(valdir, preset_eval, args.seed, source_test)
-    if args.test_only:
+        source_test, source = hold_out(source_test, options.minival, options.minival_fold)
+    source_test = _limited(source_test, options.limit_val_images, "--limit-val-images")
+    dataset_test = IndexedImageFolder(valdir, preset_eval, args.optimization.seed, source_test)
+    if args.checkpoint.test_only:
         return None, dataset_test
     if source is None:
-        source = open_split(traindir, args)
-    source = _limited(source, args.limit_train_images, "--limit-train-images")
-    if not args.minival and os.path.realpath(traindir) == os.path.realpath(valdir):
+        source = open_split(traindir, options)
+    source = _limited(source, options.limit_train_images, "--limit-train-images")
+    if not options.minival and os.path.realpath(traindir) == os.path.realpath(valdir):
         print(f"train and val are the same folder, {valdir}: the model is evaluated on its training images")
     if "list" in (source.form, source_test.form):
         from loading.lists import check_disjoint
 
         check_disjoint(source, source_test)
-    dataset = IndexedImageFolder(traindir, preset_train, args.seed, source)
+    dataset = IndexedImageFolder(traindir, preset_train, args.optimization.seed, source)
     check_classes(dataset, dataset_test)
     return dataset, dataset_test
 
 
-def _synthetic_sets(
-    num_images: int, train_px: int | None, val_px: int, in_chans: int
-) -> tuple[SyntheticImages | None, SyntheticImages]:
-    """Return a training set, or None without `train_px`, and a validation set of a tenth as many images."""
-    train = None
-    if train_px is not None:
-        train = SyntheticImages(num_images, train_px, in_chans=in_chans)
-    return train, SyntheticImages(max(num_images // 10, 1), val_px, in_chans=in_chans)
+def _synthetic_sets(args: Resolved) -> tuple[SyntheticImages | None, SyntheticImages]:
+    """Return a training set, or None with `--test-only`, and a validation set of a tenth as many images."""
+    number, in_chans, sizes = args.data.synthetic, args.data.in_chans, args.augmentation
+    is_trained = not args.checkpoint.test_only
+    train = SyntheticImages(number, sizes.train_crop_size, in_chans=in_chans) if is_trained else None
+    return train, SyntheticImages(max(number // 10, 1), sizes.val_crop_size, in_chans=in_chans)
 
 
 def _limited(source: Source, num_images: int | None, flag: str) -> Source:
@@ -257,35 +266,38 @@ def _limited(source: Source, num_images: int | None, flag: str) -> Source:
     return limit_images(source, num_images, flag)
 
 
-def check_classes(dataset: Dataset, dataset_test: Dataset) -> None:
+def check_classes(dataset: IndexedImageFolder, dataset_test: IndexedImageFolder) -> None:
     """Raise UserError if the classes of two sets differ."""
-    here = dataset.classes
-    there = dataset_test.classes
+    here, there = dataset.classes, dataset_test.classes
     if here != there:
         names = ", ".join(sorted(set(here) ^ set(there))[:3]) or "the same names in another order"
-        raise UserError(
-            f"{dataset.root} has {len(here)} classes and {dataset_test.root} has {len(there)}, and they differ "
-            f"({names}); both need a folder for every class; for lists that lack a class, write a classes.txt"
-        )
+        sizes = f"{dataset.root} has {len(here)} classes and {dataset_test.root} has {len(there)}"
+        remedy = "both need a folder for every class; for lists that lack a class, write a classes.txt"
+        raise UserError(f"{sizes}, and they differ ({names}); {remedy}")
 
 
-def build_more_sets(args: Resolved, dataset_test: Dataset) -> dict[str, Dataset]:
+def build_more_sets(
+    data_options: DataOptions, seed: int, dataset_test: IndexedImageFolder
+) -> dict[str, IndexedImageFolder]:
     """Return the sets of `--eval-data` by their names; UserError if one has other classes than the validation set."""
     sets = {}
-    if args.synthetic is not None:
+    if data_options.synthetic is not None:
         return sets
-    for text in args.eval_data or ():
+    for text in data_options.eval_data or ():
         from loading.named import open_named
 
-        name, source = open_named("--eval-data", text, args.multi_label, args.extensions, **remote_options(args))
-        sets[name] = IndexedImageFolder(source.root, dataset_test.transform, args.seed, source)
+        how = data_options.multi_label, data_options.extensions
+        name, source = open_named("--eval-data", text, *how, **remote_options(data_options))
+        sets[name] = IndexedImageFolder(source.root, dataset_test.transform, seed, source)
         with as_user_error(f"--eval-data {name}"):
             check_classes(sets[name], dataset_test)
         print(f"--eval-data {text}: {counted(len(source), 'image')}")
     return sets
 
 
-def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, TrainSampler, EvalSampler]:
+def load_data(
+    traindir: str, valdir: str, args: Any
+) -> tuple[IndexedImageFolder | None, IndexedImageFolder, TrainSampler | None, EvalSampler]:
     """Return both sets and their samplers for plain loaders; `args` are a parser's options, or those of `main`.
 
     A pass over the training sampler without a `set_epoch` before it is the next epoch. Under `--test-only` training
@@ -297,39 +309,48 @@ def load_data(traindir: str, valdir: str, args: Any) -> tuple[Dataset, Dataset, 
     if not isinstance(args, Assigned):
         args = _assign_plain(traindir, args)
     dataset, dataset_test = build_datasets(traindir, valdir, args)
-    train_sampler = build_train_sampler(dataset, args)
+    train_sampler = build_train_sampler(dataset, args.augmentation, args.optimization, args.distributed)
     if train_sampler is not None:
         train_sampler.advances_itself = True
-    return dataset, dataset_test, train_sampler, build_eval_sampler(dataset_test, args)
+    return dataset, dataset_test, train_sampler, build_eval_sampler(dataset_test, args.optimization, args.distributed)
 
 
 def _assign_plain(traindir: str, args: Any) -> Assigned:
     """Return the options of a script around `load_data`, such as torchvision's, as those of a run."""
     # torchvision's scripts pass the folders of the splits, and our options are of the folder above them.
-    options = Namespace(**{**vars(args), "data_path": os.path.dirname(traindir)})
+    options = Namespace(**{**values_of(args), "data_path": os.path.dirname(traindir)})
     parsed = config.resolve(options, foreign=("model", "weights", "test_only"))
     joined = {"rank": collectives.get_rank(), "world_size": collectives.get_world_size()}
-    args = Resolved(**{**vars(parsed), **joined, "given": []})
-    if args.test_only and args.weights:
+    args = Resolved.of({**parsed.flat(), **joined, "given": []})
+    if args.checkpoint.test_only and args.model.weights:
         from checkpointing.first_weights import choose_published_options, is_stored
 
-        if not is_stored(args.weights):
+        if not is_stored(args.model.weights):
             args, _ = choose_published_options(args)
-    return config.assign(args.replaced(test_only=args.test_only and not find_sources(Path(traindir))), None)
+    return config.assign(args.replaced(test_only=args.checkpoint.test_only and not find_sources(Path(traindir))), None)
 
 
-def build_loader(dataset: Dataset, sampler: Any, args: Resolved) -> BatchLoader:
+def build_loader(
+    dataset: Dataset,
+    sampler: Any,
+    data_options: DataOptions,
+    augmentation: AugmentationOptions,
+    optimization: OptimizationOptions,
+    device: str,
+) -> BatchLoader:
     """Return a loader of uint8 batches in the sampler's order; its processes live as long as the loader."""
     # From pinned memory a device copies by itself, while the host goes on.
-    options = {"num_workers": args.workers, "pin_memory": torch.device(args.device).type != "cpu"}
-    return BatchLoader(dataset, sampler, batch_bytes=largest_batch_bytes(args), **options)
+    is_pinned = torch.device(device).type != "cpu"
+    num_bytes = largest_batch_bytes(optimization, augmentation, data_options.in_chans)
+    return BatchLoader(dataset, sampler, num_workers=data_options.workers, batch_bytes=num_bytes, pin_memory=is_pinned)
 
 
 class Loading(NamedTuple):
     """The sets of a run, and the loaders that have begun to load them."""
 
     args: Resolved  # with which the sets were opened
-    datasets: tuple[Dataset | None, Dataset, dict[str, Dataset]]  # of training, of validation, of `--eval-data`
+    # Of training, of validation, of `--eval-data`.
+    datasets: tuple[IndexedImageFolder | None, IndexedImageFolder, dict[str, IndexedImageFolder]]
     loaders: dict[str, BatchLoader | None]  # `train` and the evaluated sets; without samplers
 
     @property
@@ -342,9 +363,10 @@ class Loading(NamedTuple):
         # The loaders' processes start before a checkpoint is read, to be forked before there are threads. Where its
         # options then change how images are prepared, they have begun with the wrong ones.
         names = ["train_crop_size", "val_crop_size", "val_resize_size", "interpolation", *WITH_DEFAULT]
-        if (args.auto_augment or "").startswith("timm/"):  # which fills gaps with the mean
+        if (args.augmentation.auto_augment or "").startswith("timm/"):  # which fills gaps with the mean
             names.append("mean")
-        return all(getattr(self.args, name) == getattr(args, name) for name in names)
+        theirs, ours = self.args.flat(), args.flat()
+        return all(theirs[name] == ours[name] for name in names)
 
 
 def start_loading(args: Resolved) -> Loading:
@@ -353,39 +375,41 @@ def start_loading(args: Resolved) -> Loading:
     Raises:
         UserError: the data cannot be used, or this machine has too little memory or too few cores for it.
     """
+    options = args.data
     watchdog.note_progress("opening the data")
-    check_workers(args.workers)
+    check_workers(options.workers)
     start = time.perf_counter()
-    dataset, dataset_test = build_datasets(*config.split_dirs(args), args)
-    decoder = fast_decoder(args)
-    if decoder:
+    dataset, dataset_test = build_datasets(*config.split_dirs(options.data_path), args)
+    if decoder := fast_decoder(options):
         print(f"JPEGs are decoded by TorchCodec {decoder}, to the same pixels as by Pillow")
     if dataset is not None:
         print(
             f"{len(dataset)} training and {len(dataset_test)} validation images of "
             f"{counted(len(dataset.classes), 'class')} ({time.perf_counter() - start:.1f} s)"
         )
-        remark = alike_classes(dataset.classes)
-        if remark:
+        if remark := alike_classes(dataset.classes):
             print(remark)
-        warn_of_uneven(dataset, args)
+        is_balanced = args.augmentation.balanced_sampler
+        warn_of_uneven(dataset, is_balanced, args.optimization.class_weights, options.synthetic)
     # One process on each machine fills the cache that its ranks share; each would else fetch every byte.
-    if is_remote(args.data_path) and not args.test_only and read_launch().local_rank == 0:
+    if is_remote(options.data_path) and not args.checkpoint.test_only and read_launch().local_rank == 0:
         from loading.fill import start_filling
 
-        splits = ["train"] if args.minival else ["train", "val"]
-        dataset.filler = start_filling({"url": args.data_path, "splits": splits, **remote_options(args)})
+        splits = ["train"] if options.minival else ["train", "val"]
+        dataset.filler = start_filling({"url": options.data_path, "splits": splits, **remote_options(options)})
         at_end(dataset.filler.communicate)  # which closes its standard input, and so ends it
-    more = build_more_sets(args, dataset_test)
-    sets = {"train": dataset, config.evaluated_set(args): dataset_test, **more}
+    more = build_more_sets(options, args.optimization.seed, dataset_test)
+    sets = {"train": dataset, config.evaluated_set(options): dataset_test, **more}
     for name, each in sets.items():
         if each is not None:
-            note_files(name, each.index, args, args.train_crop_size if name == "train" else args.val_resize_size)
-    loaders = dict(zip(sets, start_loaders(sets.values(), args), strict=True))
-    return Loading(args, (dataset, dataset_test, more), loaders)
+            px = args.augmentation.train_crop_size if name == "train" else args.augmentation.val_resize_size
+            note_files(name, each.index, options, args.distributed.rank, px)
+    groups = options, args.augmentation, args.optimization
+    loaders = start_loaders(sets.values(), *groups, args.distributed.device)
+    return Loading(args, (dataset, dataset_test, more), dict(zip(sets, loaders, strict=True)))
 
 
-def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
+def note_files(name: str, source: Source, data_options: DataOptions, rank: int, px: int) -> None:
     """Print remarks about a set's files: stored turned, of few grey levels, or a pack's, of training if too small.
 
     `px` is the size to which they are resized. UserError for a pack that cannot serve the options.
@@ -394,9 +418,9 @@ def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
     if pack is not None:
         from loading.packed import check_pack
 
-        check_pack(source.where, pack, exif=args.exif, grey_range=args.grey_range)
-    if args.synthetic is None and args.rank == 0:
-        how = Decoding(exif=args.exif, grey_range=args.grey_range)
+        check_pack(source.where, pack, exif=data_options.exif, grey_range=data_options.grey_range)
+    if data_options.synthetic is None and rank == 0:
+        how = Decoding(exif=data_options.exif, grey_range=data_options.grey_range)
         # In a child, as nothing ends a read from a disk that hangs, and the start would hang with it.
         watchdog.note_progress(extra_s=LOOK_S)
         try:
@@ -408,8 +432,7 @@ def note_files(name: str, source: Source, args: Resolved, px: int) -> None:
     if pack is not None:
         from loading.packed import size_remark
 
-        remark = size_remark(pack, is_training=name == "train", px=px)
-        if remark:
+        if remark := size_remark(pack, is_training=name == "train", px=px):
             print(f"{name}: {remark}")
 
 
@@ -419,46 +442,72 @@ def _look(source: Source, how: Decoding) -> bytes:
     return remarks(source, how).encode()
 
 
-def warn_of_uneven(dataset: IndexedImageFolder, args: Resolved) -> None:
+def warn_of_uneven(
+    dataset: IndexedImageFolder, balanced_sampler: bool, class_weights: str | None, synthetic: int | None
+) -> None:
     """Print a line if a class has at most a tenth as many images as most classes, and no option is about that."""
     counts = count_classes(dataset.index)
     if len(counts) == 1 and dataset.index.label_sets is None:
         print(f"there is only one class, {dataset.classes[0]}: accuracy is 100 %, whatever the model learns")
-    smallest = int(counts.argmin())
-    median = int(numpy.median(counts))
-    is_uneven = 10 * counts[smallest] <= median and args.synthetic is None
-    if is_uneven and not (args.balanced_sampler or args.class_weights):
-        print(
-            f"the classes are imbalanced: {dataset.classes[smallest]} has {counted(int(counts[smallest]), 'image')}, "
-            f"the median class {median:,}; see --balanced-sampler, --class-weights and --metrics balanced_acc"
-        )
+    smallest, median = int(counts.argmin()), int(numpy.median(counts))
+    is_uneven = 10 * counts[smallest] <= median and synthetic is None
+    if is_uneven and not (balanced_sampler or class_weights):
+        few = f"{dataset.classes[smallest]} has {counted(int(counts[smallest]), 'image')}"
+        flags = "--balanced-sampler, --class-weights and --metrics balanced_acc"
+        print(f"the classes are imbalanced: {few}, the median class {median:,}; see {flags}")
 
 
-def build_train_sampler(dataset: Dataset | None, args: Assigned) -> TrainSampler | None:
+def build_shards(optimization: OptimizationOptions, distributed: DistributedOptions) -> VirtualShards:
+    """Return the micro-batches of a step and this process's share of them."""
+    total = optimization.global_batch_size
+    return VirtualShards(total, distributed.num_shards, distributed.rank, distributed.world_size)
+
+
+def check_shards(args: Assigned) -> None:
+    """Check that these processes can compute the run's micro-batches; UserError if they cannot."""
+    shards = build_shards(args.optimization, args.distributed)
+    shards.check(needs_same_bits=args.precision.use_deterministic_algorithms, is_synchronised=args.model.sync_bn)
+    if args.precision.compile is not None and shards.num_local > 1:
+        from models.compiling import check_accumulation
+
+        check_accumulation(args.precision.compile, args.distributed.device)
+
+
+def build_train_sampler(
+    dataset: IndexedImageFolder | None,
+    augmentation: AugmentationOptions,
+    optimization: OptimizationOptions,
+    distributed: DistributedOptions,
+) -> TrainSampler | None:
     """Return the sampler of the training set; None if there is no such set."""
     if dataset is None:
         return None
-    shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
+    shards = build_shards(optimization, distributed)
     shards.check(needs_same_bits=False)
-    repetitions = 1
-    if args.ra_sampler:
-        repetitions = args.ra_reps
-    if args.ra_sampler and args.num_shards == 1:
+    repetitions = augmentation.ra_reps if augmentation.ra_sampler else 1
+    if augmentation.ra_sampler and distributed.num_shards == 1:
         print("--ra-sampler repeats images within the one micro-batch of a step; torchvision ignores it on one process")
-    labels = None
-    if args.balanced_sampler:
-        labels = torch.from_numpy(labels_of(dataset.index))
-    sampler = TrainSampler(len(dataset), shards, args.seed, repetitions, labels)
+    labels = torch.from_numpy(labels_of(dataset.index)) if augmentation.balanced_sampler else None
+    sampler = TrainSampler(len(dataset), shards, optimization.seed, repetitions, labels)
     print(f"{shards.arithmetic}; {counted(sampler.steps_per_epoch, 'step')} per epoch")
     return sampler
 
 
-def build_eval_sampler(dataset: Dataset, args: Resolved) -> EvalSampler:
+def build_eval_sampler(
+    dataset: Sized, optimization: OptimizationOptions, distributed: DistributedOptions
+) -> EvalSampler:
     """Return the sampler of a set to evaluate."""
-    return EvalSampler(len(dataset), args.eval_batch_size or args.batch_size, args.rank, args.world_size)
+    batch_size = optimization.eval_batch_size or optimization.batch_size
+    return EvalSampler(len(dataset), batch_size, distributed.rank, distributed.world_size)
 
 
-def start_loaders(datasets: Iterable[Dataset | None], args: Resolved) -> list[BatchLoader | None]:
+def start_loaders(
+    datasets: Collection[Dataset | None],
+    data_options: DataOptions,
+    augmentation: AugmentationOptions,
+    optimization: OptimizationOptions,
+    device: str,
+) -> list[BatchLoader | None]:
     """Return a loader without a sampler for each set, or None; the same processes load all sets, one at a time.
 
     Processes that are forked start now, before there are other threads.
@@ -468,36 +517,30 @@ def start_loaders(datasets: Iterable[Dataset | None], args: Resolved) -> list[Ba
     """
     # One set of processes for all: training waits while a set is evaluated, and its processes would idle in memory.
     first, *others = [dataset for dataset in datasets if dataset is not None]
-    loader = build_loader(first, None, args)
+    loader = build_loader(first, None, data_options, augmentation, optimization, device)
     loaders = iter([loader, *map(loader.sharing_workers, others)])
     loader.start()
     return [None if dataset is None else next(loaders) for dataset in datasets]
 
 
 def build_batch_transforms(
-    args: Resolved, num_classes: int, device: torch.device | None = None
+    augmentation: AugmentationOptions, channels_last: bool, num_classes: int, device: torch.device
 ) -> tuple[BatchTransform, BatchTransform]:
-    """Return the transforms of a batch on the device (by default `--device`) for training and for evaluation."""
-    if device is None:
-        device = torch.device(args.device)
-    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    normalize = Normalize(args.mean, args.std, device, memory_format)
-    training = BatchTransform(normalize, mix_off_epoch=args.mixup_off_epoch)
-    if args.augment and args.random_erase > 0:
+    """Return the transforms of a batch on the device for training and for evaluation."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    normalize = Normalize(augmentation.mean, augmentation.std, device, memory_format)
+    training = BatchTransform(normalize, mix_off_epoch=augmentation.mixup_off_epoch)
+    if augmentation.augment and augmentation.random_erase > 0:
         from transforms import RandomErasing
 
-        training.erase = RandomErasing(args.random_erase, is_noisy=args.random_erase_fill == "pixel")
-    if args.mixup_alpha > 0 or args.cutmix_alpha > 0:
+        training.erase = RandomErasing(augmentation.random_erase, is_noisy=augmentation.random_erase_fill == "pixel")
+    if augmentation.mixup_alpha > 0 or augmentation.cutmix_alpha > 0:
         from transforms import get_mixup_cutmix
 
         training.mix = get_mixup_cutmix(
-            mixup_alpha=args.mixup_alpha,
-            cutmix_alpha=args.cutmix_alpha,
-            num_classes=num_classes,
-            mode=args.mixup_mode,
-            prob=args.mixup_prob,
-            switch_prob=args.mixup_switch_prob,
-        )
+            mixup_alpha=augmentation.mixup_alpha, cutmix_alpha=augmentation.cutmix_alpha, num_classes=num_classes,
+            mode=augmentation.mixup_mode, prob=augmentation.mixup_prob, switch_prob=augmentation.mixup_switch_prob,
+        )  # fmt: skip
     return training, BatchTransform(normalize)
 
 
@@ -534,9 +577,7 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = self._batches(iter(self.loader))
-        if self.stream is None:
-            return batches
-        return self._one_ahead(batches)
+        return batches if self.stream is None else self._one_ahead(batches)
 
     def _batches(self, loaded: Iterator[tuple]) -> Iterator[tuple[Tensor, Tensor]]:
         sampler = self.loader.sampler
@@ -583,10 +624,12 @@ def build_device_loader(
     """
     if loader is None:
         return None
-    train_transform, eval_transform = build_batch_transforms(args, num_classes, device)
-    loader.sampler = sampler or build_eval_sampler(loader.dataset, args)
-    transform = train_transform if isinstance(loader.sampler, TrainSampler) else eval_transform
-    return DeviceLoader(loader, device, transform, args.seed)
+    is_last = args.precision.channels_last
+    of_training, of_evaluation = build_batch_transforms(args.augmentation, is_last, num_classes, device)
+    dataset: Any = loader.dataset  # it has a length
+    loader.sampler = sampler or build_eval_sampler(dataset, args.optimization, args.distributed)
+    transform = of_training if isinstance(loader.sampler, TrainSampler) else of_evaluation
+    return DeviceLoader(loader, device, transform, args.optimization.seed)
 
 
 def build_device_loaders(

@@ -61,9 +61,8 @@ def one_line(text: str) -> str:
 
     Whatever prints a name of a file, a class or a tensor passes it through here: a terminal obeys escape sequences.
     """
-    text = " ".join(text.splitlines())
     shown = []
-    for character in text:
+    for character in " ".join(text.splitlines()):
         # Python calls the spaces of other scripts unprintable; names of classes hold them.
         is_space = character == "\t" or (character >= "\xa0" and character.isspace())
         if not character.isprintable() and not is_space:
@@ -133,8 +132,7 @@ class UserError(Exception):
         self, message: str, *, exit_code: int | None = None, has_lines: bool = False, is_of_one_rank: bool = False
     ) -> None:
         super().__init__(message)
-        self.has_lines = has_lines
-        self.is_of_one_rank = is_of_one_rank
+        self.has_lines, self.is_of_one_rank = has_lines, is_of_one_rank
         if exit_code is not None:
             self.exit_code = exit_code
 

@@ -45,8 +45,7 @@ def open_regular(path: str | Path, flags: int, *, follows_links: bool = True, di
     """
     # O_NONBLOCK: an open of a pipe would wait until somebody writes into it.
     flags |= os.O_NONBLOCK | os.O_CLOEXEC
-    is_to_write = flags & os.O_ACCMODE != os.O_RDONLY
-    if is_to_write or not follows_links:
+    if flags & os.O_ACCMODE != os.O_RDONLY or not follows_links:
         flags |= os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags, 0o666, dir_fd=dir_fd)
@@ -66,12 +65,9 @@ def open_to_read(path: str | Path, *, buffering: int = -1, follows_links: bool =
 
 
 def write_atomically(
-    path: Path,
-    content: bytes | Callable[[BinaryIO], Any],
-    verify: Callable[[Path], None] | None = None,
-    *,
+    path: Path, content: bytes | Callable[[BinaryIO], Any], verify: Callable[[Path], object] | None = None, *,
     is_durable: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Write a file so that a kill at any moment leaves the old content or the new one, whole.
 
     The order makes it so. A temporary file in the same folder, since a rename is atomic within a file system only.
@@ -204,10 +200,9 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
     except _NO_FILE:
         raise
     except OSError as error:
-        raise StorageError(
-            f"{path} cannot be read: {error.strerror or error} (4 tries); nothing was changed, and no older "
-            "checkpoint was used instead; start again when the disk responds"
-        ) from error
+        found = f"{path} cannot be read: {error.strerror or error} (4 tries); nothing was changed"
+        remedy = "no older checkpoint was used instead; start again when the disk responds"
+        raise StorageError(f"{found}, and {remedy}") from error
 
 
 def make_folder(folder: Path) -> None:
@@ -233,11 +228,9 @@ def read_at(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
     """Return bytes of an open file from an offset on; fewer only where the file ends."""
     content = b""
     # A call may return less than it was asked for, on Linux at most 2 GiB; and nothing where all is read.
-    while True:
-        more = os.pread(file.fileno(), num_bytes - len(content), offset + len(content))
-        if not more:
-            return content
+    while more := os.pread(file.fileno(), num_bytes - len(content), offset + len(content)):
         content += more
+    return content
 
 
 def read_json(path: Path) -> dict:

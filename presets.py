@@ -7,11 +7,12 @@ and random erasing are cheaper on whole batches on the device, where `loading/on
 import importlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.nn import functional as F
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode, functional, v2
@@ -21,7 +22,8 @@ from loading.decode import MODES, Decoding, ImageFile, decode_plainly, resized_s
 from randomness import Draws, TorchDraws, unit
 from settings.config import IMAGENET_MEAN, IMAGENET_STD
 from settings.custom_code import load_function
-from settings.options import split_custom
+from settings.options import AugmentationOptions, DataOptions
+from settings.rules import split_custom
 
 # torch resizes uint8 with antialiasing only in these modes; Pillow resizes in the others.
 _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC: "bicubic"}
@@ -30,13 +32,16 @@ _RESIZABLE = {InterpolationMode.BILINEAR: "bilinear", InterpolationMode.BICUBIC:
 _RATIOS = 3 / 4, 4 / 3
 _LOG_RATIOS = math.log(_RATIOS[0]), math.log(_RATIOS[1])
 
+Picture = TypeVar("Picture", Image.Image, Tensor)
+Preset = TypeVar("Preset", bound="_Preset")
+
 
 def get_module(use_v2: bool) -> Any:
     """Return the module of torchvision's transforms, version 1 or 2, for your own scripts."""
     return importlib.import_module("torchvision.transforms.v2" if use_v2 else "torchvision.transforms")
 
 
-def resize(image: torch.Tensor, height: int, width: int, mode: str) -> torch.Tensor:
+def resize(image: Tensor, height: int, width: int, mode: str) -> Tensor:
     """Resize (C, H, W) uint8 with antialiasing, mostly within one grey level of Pillow, at a third of its cost.
 
     Returns:
@@ -45,7 +50,7 @@ def resize(image: torch.Tensor, height: int, width: int, mode: str) -> torch.Ten
     return F.interpolate(_as_batch(image), (height, width), mode=mode, antialias=True, align_corners=False)[0]
 
 
-def _as_batch(image: torch.Tensor) -> torch.Tensor:
+def _as_batch(image: Tensor) -> Tensor:
     """Return (1, C, H, W), with a first stride by which torch recognises the memory format."""
     strides = image.stride()
     return image.as_strided((1, *image.shape), (image.shape[1] * strides[1], *strides))
@@ -101,14 +106,13 @@ class _Preset:
     exif: bool = False
     grey_range: Sequence[int] | None = None
     crop_mode: str
-    random_erase_prob: ClassVar[float] = 0.0
+    resize_size: int = field(init=False, repr=False)  # side before the cut
     crop_modes: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
         if self.backend:
             self.backend = self.backend.lower()
-        choices = {"backend": ("pil", "tensor", None), "crop_mode": self.crop_modes}
-        for name, known in choices.items():
+        for name, known in [("backend", ("pil", "tensor", None)), ("crop_mode", self.crop_modes)]:
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{name} {value!r}: expected one of {', '.join(map(repr, known))}")
@@ -116,10 +120,6 @@ class _Preset:
         # An index: torchvision's tensor backend resizes tensors, and its other one PIL images.
         steps.insert(0 if self.backend == "tensor" else len(steps), transforms.PILToTensor())
         finish = [transforms.ConvertImageDtype(torch.float), transforms.Normalize(self.mean, self.std)]
-        # After the normalisation, as in torchvision: 0 is then the mean colour.
-        if self.random_erase_prob > 0:
-            fill = "random" if self.random_erase_fill == "pixel" else 0
-            finish.append(transforms.RandomErasing(self.random_erase_prob, value=fill))
         self.transforms = transforms.Compose([*steps, *finish])  # torchvision's name for all; split in two below
         self.to_pixels = transforms.Compose(steps)
         self.finish = transforms.Compose(finish)
@@ -129,14 +129,20 @@ class _Preset:
             self.fast_mode = _RESIZABLE.get(self.interpolation)
         self.decoding = Decoding(MODES[self.in_chans], self.exif, self.grey_range)
 
-    def __call__(self, image: Image.Image) -> torch.Tensor:
+    def _steps(self) -> list:
+        raise NotImplementedError
+
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> Tensor:
+        raise NotImplementedError
+
+    def __call__(self, image: Image.Image) -> Tensor:
         """Return (in_chans, crop_size, crop_size) float32, normalised, as torchvision's preset does.
 
         Draws from the process's generators.
         """
         return self.finish(self.pixels(image))
 
-    def pixels(self, image: Image.Image) -> torch.Tensor:
+    def pixels(self, image: Image.Image) -> Tensor:
         """Return an image as (in_chans, crop_size, crop_size) uint8, drawing from the process's generators."""
         return self.to_pixels(image)
 
@@ -149,11 +155,11 @@ class _Preset:
             return resized_size(height, width, self.resize_size)
         return self.resize_size, self.resize_size  # squash
 
-    def _resize(self, image: Image.Image | torch.Tensor) -> Image.Image | torch.Tensor:
+    def _resize(self, image: Picture) -> Picture:
         _, height, width = functional.get_dimensions(image)
         return functional.resize(image, self._resized(height, width), self.interpolation, antialias=True)
 
-    def _cut(self, image: Image.Image | torch.Tensor) -> Image.Image | torch.Tensor:
+    def _cut(self, image: Picture) -> Picture:
         """Return the centre of an image; beside a smaller one all is black or, with a `border`, the mean colour."""
         if self.crop_mode == "border":
             _, height, width = functional.get_dimensions(image)
@@ -163,7 +169,7 @@ class _Preset:
             image = v2.functional.pad(image, padding, [round(255 * value) for value in self.mean])
         return functional.center_crop(image, self.crop_size)
 
-    def load(self, payload: bytes, draws: Draws | None = None) -> torch.Tensor:
+    def load(self, payload: bytes, draws: Draws | None = None) -> Tensor:
         """Return a file's image as (in_chans, crop_size, crop_size) uint8, decoding no more of it than is needed.
 
         Args:
@@ -176,9 +182,7 @@ class _Preset:
         """
         if self.fast_mode is None:
             return self.pixels(decode_plainly(payload, how=self.decoding))
-        if draws is None:
-            draws = TorchDraws()
-        return self._load_fast(ImageFile(payload, self.decoding), draws)
+        return self._load_fast(ImageFile(payload, self.decoding), TorchDraws() if draws is None else draws)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -228,6 +232,11 @@ class ClassificationPresetTrain(_Preset):
         if self.hflip_mode == "alternating":
             self.hflip_prob = 0.0
         super().__post_init__()
+        # After the normalisation, as in torchvision: 0 is then the mean colour.
+        if self.random_erase_prob > 0:
+            fill = "random" if self.random_erase_fill == "pixel" else 0
+            for steps in (self.transforms, self.finish):
+                steps.transforms.append(transforms.RandomErasing(self.random_erase_prob, value=fill))
 
     def _steps(self) -> list:
         self.resize_size = self.crop_size
@@ -246,9 +255,7 @@ class ClassificationPresetTrain(_Preset):
             from loading.augmentations import colour_steps
 
             on_images += colour_steps(self.color_jitter, self.grayscale_prob, self.blur_prob)
-        self.policy = None
-        if on_images:
-            self.policy = transforms.Compose(on_images)
+        self.policy = transforms.Compose(on_images) if on_images else None
         return steps + on_images
 
     @property
@@ -257,7 +264,7 @@ class ClassificationPresetTrain(_Preset):
         # `Draws` cost less than seeding torch's generator for each image, from which policies can draw alone.
         return self.fast_mode is not None and self.policy is None
 
-    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> Tensor:
         width, height = file.size
         box = 0, 0, height, width
         if self.crop_mode == "random":
@@ -290,6 +297,7 @@ class ClassificationPresetEval(_Preset):
     """
 
     resize_size: int = 256
+    random_erase_prob: ClassVar[float] = 0.0
     crop_mode: str = "center"
     crop_modes: ClassVar = ("center", "squash", "border")
     takes_draws: ClassVar = True  # it draws nothing at all
@@ -297,7 +305,7 @@ class ClassificationPresetEval(_Preset):
     def _steps(self) -> list:
         return [self._resize, self._cut]
 
-    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> torch.Tensor:
+    def _load_fast(self, file: ImageFile, draws: Draws | TorchDraws) -> Tensor:
         width, height = file.size
         resized = self._resized(height, width)
         if min(resized) < self.crop_size:  # smaller images are padded
@@ -328,42 +336,47 @@ def _span(size: int, new_size: int, crop_size: int, mode: str) -> tuple[int, int
     return end, cut
 
 
-def find_policy(args: Any) -> Any:
+def find_policy(augmentation: AugmentationOptions) -> Any:
     """Return the value of `--auto-augment`; for FILE.py:FUNCTION what the function returns, tried on some images."""
-    if not split_custom(args.auto_augment or ""):
-        return args.auto_augment
+    if not split_custom(augmentation.auto_augment or ""):
+        return augmentation.auto_augment
     from loading.augmentations import try_policy
 
-    with as_user_error(f"--auto-augment {args.auto_augment}"):
+    with as_user_error(f"--auto-augment {augmentation.auto_augment}"):
         # Before training: a policy that keeps a state would give a resumed run other images than an unbroken one.
-        policy = load_function("auto_augment", args)()
-        try_policy(policy, args.train_crop_size)
+        policy = load_function("auto_augment", augmentation.auto_augment)()
+        try_policy(policy, augmentation.train_crop_size)
     return policy
 
 
-def build_presets(args: Any) -> tuple[Any, ClassificationPresetEval]:
+def build_presets(data_options: DataOptions, augmentation: AugmentationOptions) -> tuple[Any, ClassificationPresetEval]:
     """Return the presets for training, one or a `ProgressivePreset` of them, and for evaluation."""
-    training = {"auto_augment_policy": find_policy(args), "random_erase_prob": args.random_erase, "crop_mode": "random"}
-    if args.train_crop_mode == "whole":
-        training["crop_mode"] = "border" if args.crop_mode == "border" else "squash"
+    crop_mode = "random"
+    if augmentation.train_crop_mode == "whole":
+        crop_mode = "border" if augmentation.crop_mode == "border" else "squash"
+    training = {"random_erase_prob": augmentation.random_erase, "crop_mode": crop_mode}
+    training["auto_augment_policy"] = find_policy(augmentation)
+    values = {**vars(data_options), **vars(augmentation)}
 
-    def build(preset: type[_Preset], **others: Any) -> _Preset:
+    def build(preset: type[Preset], **others: Any) -> Preset:
         """Return a preset whose other arguments are the options of the same names."""
-        options = {each.name: getattr(args, each.name) for each in fields(preset) if each.name in args}
-        options["interpolation"] = InterpolationMode(args.interpolation)
+        options = {each.name: values[each.name] for each in fields(preset) if each.name in values}
+        options["interpolation"] = InterpolationMode(augmentation.interpolation)
         return preset(**options | others)
 
     def build_train(crop_size: int) -> _Preset:
-        if args.augment:
+        if augmentation.augment:
             return build(ClassificationPresetTrain, crop_size=crop_size, **training)
-        resize_size = round(crop_size * args.val_resize_size / args.val_crop_size)  # the centre that evaluation shows
+        # The centre that evaluation shows.
+        resize_size = round(crop_size * augmentation.val_resize_size / augmentation.val_crop_size)
         return build(ClassificationPresetEval, crop_size=crop_size, resize_size=resize_size)
 
-    train = build_train(args.train_crop_size)
-    if args.crop_ramp_epochs is not None:
+    train: Any = build_train(augmentation.train_crop_size)
+    if augmentation.crop_ramp_epochs is not None:
         from loading.growing_crops import ProgressivePreset
 
-        first, last = args.crop_ramp_epochs
-        sizes = {"smallest": args.train_crop_size_min, "largest": args.train_crop_size}
+        first, last = augmentation.crop_ramp_epochs
+        sizes = {"smallest": augmentation.train_crop_size_min, "largest": augmentation.train_crop_size}
         train = ProgressivePreset(build_train, **sizes, first=first, last=last)
-    return train, build(ClassificationPresetEval, crop_size=args.val_crop_size, resize_size=args.val_resize_size)
+    val = {"crop_size": augmentation.val_crop_size, "resize_size": augmentation.val_resize_size}
+    return train, build(ClassificationPresetEval, **val)

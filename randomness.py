@@ -74,7 +74,7 @@ class TorchDraws:
 
     def pair(self) -> tuple[int, int]:
         """Draw two 32-bit numbers, as torch's functions draw for two samples."""
-        bits = torch.empty(1, dtype=torch.int64).random_(-(1 << 63), None, generator=self.generator).item()
+        bits = int(torch.empty(1, dtype=torch.int64).random_(-(1 << 63), None, generator=self.generator).item())
         return bits >> 32 & 0xFFFFFFFF, bits & 0xFFFFFFFF
 
     def uniform(self) -> float:

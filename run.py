@@ -34,6 +34,8 @@ from monitoring.loggers import build_loggers
 from monitoring.monitor import Monitor
 from sampler import TrainSampler, VirtualShards
 from settings import config
+from settings.options import ScheduleOptions
+from settings.stages import Assigned
 
 
 class Steps:
@@ -111,7 +113,7 @@ class Run(Steps):
 
     def __init__(
         self,
-        args: config.Assigned,
+        args: Assigned,
         resumed: dict | None,
         manager: CheckpointManager,
         decisions: StepDecisions,
@@ -126,13 +128,15 @@ class Run(Steps):
         self.model = parts["model"]
         self.folder = manager.folder
         device = next(self.model.parameters()).device
-        sharded_step = gradients.build_sharded_step(args, model, sampler.shards, device)
+        sharded_step = gradients.ShardedStep(
+            model, sampler.shards, device=device, seed=args.optimization.seed,
+            is_deterministic=args.precision.use_deterministic_algorithms,
+        )  # fmt: skip
         # Three tallies of the same steps, because a line, a record and an epoch end at different ones.
         super().__init__(sharded_step, Tally(metrics, sampler.shards.num_local))
-        self.window = Tally(metrics)
-        self.epoch_tally = Tally(metrics)
+        self.window, self.epoch_tally = Tally(metrics), Tally(metrics)
         optimizer = parts["optimizer"]
-        self.lr_scheduler = optim.LRScheduler(args, optimizer)
+        self.lr_scheduler = optim.LRScheduler(args.schedule, optimizer)
         self.classifier_first = self._freeze_at_first(model, len(datasets[1].classes))
         self.trained = None
         if optim.has_two_weights(optimizer):
@@ -143,9 +147,10 @@ class Run(Steps):
         # A start has nothing to save yet, and no save in progress.
         self.initial_position = self.saved_position = self.saving_position = self.position
         own_folder = self.folder if collectives.is_main_process() else None  # only rank 0 writes to it
-        self.monitor = Monitor(own_folder, self.state, build_loggers(args))
-        self.pictures = build_pictures(own_folder, self.state, args, datasets[1], config.evaluated_set(args))
-        self.gauges = Gauges(args, self.state.parts, device)
+        self.monitor = Monitor(own_folder, self.state, build_loggers(args.monitoring.logger))
+        evaluated = config.evaluated_set(args.data)
+        self.pictures = build_pictures(own_folder, self.state, args.augmentation, datasets[1], evaluated)
+        self.gauges = Gauges(args.optimization.global_batch_size, args.distributed.world_size, self.state.parts, device)
         # Records of windows that have ended, which lack the values that are still on the device.
         self.pending_records = []
         self.status = StatusFile(own_folder, self.state, self.progress)
@@ -155,13 +160,13 @@ class Run(Steps):
 
     def _freeze_at_first(self, model: nn.Module, num_classes: int) -> Any:
         """Return the `ClassifierFirst` of `--freeze-epochs`, or None without it."""
-        if not self.args.freeze_epochs:
+        if not self.args.model.freeze_epochs:
             return None
         from models.classifier import classifier_layers
         from models.freezing import ClassifierFirst
 
         ends = classifier_layers(self.model, num_classes)
-        return ClassifierFirst(self.model, ends, self.args.freeze_epochs, is_ddp=model is not self.model)
+        return ClassifierFirst(self.model, ends, self.args.model.freeze_epochs, is_ddp=model is not self.model)
 
     def _restore(self, parts: dict[str, Any], datasets: tuple, resumed: dict | None) -> RunState:
         """Return the state of the run, restored from a checkpoint or new."""
@@ -180,8 +185,8 @@ class Run(Steps):
         facts = run_facts(self.args, *datasets)
         facts["hashes"] = find_hashes(self.args, facts["data"], self.model, resumed)
         state = RunState(self.sampler.steps_per_epoch, facts, parts)
-        start_epoch = self.args.start_epoch if "start_epoch" in self.args.given else None
-        state.resume(resumed, start_epoch, self.args.epochs)
+        start_epoch = self.args.schedule.start_epoch if "start_epoch" in self.args.origin.given else None
+        state.resume(resumed, start_epoch, self.args.schedule.epochs)
         return state
 
     # Start and end
@@ -194,7 +199,7 @@ class Run(Steps):
         # The folder is changed only now that options, data and checkpoint are accepted: a mistyped --data-path beside
         # --overwrite must not cost the run that was there. Checkpoints come first; then run.json, recipe.toml,
         # status.json and log.txt; then the records, and the loggers, which read them.
-        self.manager.take_over(self.args.resume, self.state)
+        self.manager.take_over(self.args.checkpoint.resume, self.state)
         collectives.call_on_master(self.write_description)
         watchdog.enter_run(self.describe, partial(self.status.write, "failed"))
         forget_refusals()
@@ -229,11 +234,9 @@ class Run(Steps):
 
     def _record_end(self, error: BaseException, cause: BaseException) -> None:
         """Write into status.json that an error ends the run; `cause` is the one that this process met."""
-        status = "failed"
-        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        status, reason = "failed", f"{type(error).__name__}: {error}".rstrip(": ")
         if isinstance(error, PreemptedError):
-            status = self.stop_status
-            reason = str(error)
+            status, reason = self.stop_status, str(error)
         elif isinstance(cause, ImageError) and self.decisions.signals.number:
             # Images that cannot be had after a signal are no failure of their own.
             status = "preempted"
@@ -245,8 +248,7 @@ class Run(Steps):
         machine = {"processor": describe_processor(), "launch": read_launch().agent}
         description = json.dumps({**start, **machine, **self.state.facts}, indent=2) + "\n"
         with explained(self.folder):
-            texts = {"run.json": description, "recipe.toml": config.write_recipe(self.args)}
-            for name, text in texts.items():
+            for name, text in [("run.json", description), ("recipe.toml", config.write_recipe(self.args))]:
                 path = self.folder / name
                 # A finished run that is started again computes nothing: what it had stays true.
                 if not (self.is_done and path.exists()):
@@ -256,15 +258,11 @@ class Run(Steps):
 
     def progress(self) -> dict[str, Any]:
         """Return how far the run is, for status.json."""
-        num_steps = self.args.epochs * self.state.steps_per_epoch
+        num_steps = self.args.schedule.epochs * self.state.steps_per_epoch
         rate = self.monitor.images_per_s
-        left_s = (num_steps - self.state.step) * self.args.global_batch_size / rate if rate else None
-        return {
-            "steps": num_steps,
-            "images_per_s": rate,
-            "left_s": left_s,
-            "progress": round(time.time() - watchdog.idle_s, 3),
-        }
+        left_s = (num_steps - self.state.step) * self.args.optimization.global_batch_size / rate if rate else None
+        moved_s = round(time.time() - watchdog.idle_s, 3)
+        return {"steps": num_steps, "images_per_s": rate, "left_s": left_s, "progress": moved_s}
 
     def finish(self) -> None:
         """Record and print how the run ended. Collective: every rank must call it."""
@@ -276,7 +274,7 @@ class Run(Steps):
             except (OSError, StorageError, IndexError):
                 # The run is saved and recorded as finished: its last lines do without the time.
                 hours = None
-            print(self.state.result(self.args.output_dir, hours))
+            print(self.state.result(self.args.checkpoint.output_dir, hours))
             print(*last_lines(self.args, self.state, self.folder), sep="\n")
 
     # Position
@@ -289,23 +287,21 @@ class Run(Steps):
     @property
     def position_fields(self) -> dict[str, int]:
         """The position as the fields of a record."""
-        images = self.state.step * self.args.global_batch_size
+        images = self.state.step * self.args.optimization.global_batch_size
         return {"step": self.state.step, "epoch": self.state.epoch, "images": images}
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs that are left to train or to evaluate; then report how the run ended. Collective."""
-        for epoch in range(self.state.epoch, self.args.epochs):
-            cause = self.decisions.decide().stop
-            if cause:
+        schedule = self.args.schedule
+        for epoch in range(self.state.epoch, schedule.epochs):
+            if cause := self.decisions.decide().stop:
                 self.stop(cause)
-            reason = self.why_stopped_early()
-            if reason:
+            if reason := self.why_stopped_early():
                 print(reason)
                 break
-            is_stop_epoch = self.args.stop_epoch and epoch >= self.args.stop_epoch
-            if is_stop_epoch and not self.is_done:
+            if schedule.stop_epoch and epoch >= schedule.stop_epoch and not self.is_done:
                 self.stop_status = "stopped"
-                self.stop(f"--stop-epoch {self.args.stop_epoch} of --epochs {self.args.epochs}")
+                self.stop(f"--stop-epoch {schedule.stop_epoch} of --epochs {schedule.epochs}")
             first_step = self.state.start_epoch(epoch)
             # Also where the epoch is only evaluated: checkpoints hold the learning rate.
             self.lr_scheduler.set_position(epoch, max(first_step - 1, 0), self.state.steps_per_epoch)
@@ -322,31 +318,29 @@ class Run(Steps):
     @property
     def is_evaluation_due(self) -> bool:
         """Whether the epoch is still to be evaluated."""
-        return not self.state.is_evaluated and is_evaluated_after(self.state.epoch, self.args)
+        return not self.state.is_evaluated and is_evaluated_after(self.state.epoch, self.args.schedule)
 
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to train or to evaluate."""
-        is_last = self.state.epoch == self.args.epochs - 1
+        is_last = self.state.epoch == self.args.schedule.epochs - 1
         return self.state.is_evaluated and (is_last or self.why_stopped_early() != "")
 
     def why_stopped_early(self) -> str:
         """Return why `--patience` ends the run here, or nothing: a function of the position and of the best steps."""
-        args, state = self.args, self.state
-        if args.patience is None or not state.is_evaluated:
+        patience, state = self.args.schedule.patience, self.state
+        if patience is None or not state.is_evaluated:
             return ""
         bests = [best["step"] for best in state.bests.values() if best is not None]
         if not bests:
             return ""
         # Counted from the best steps, which checkpoints hold, and not in a counter: a restart cannot change it.
         since = range(max(bests) // state.steps_per_epoch, state.epoch + 1)
-        num_worse = sum(is_evaluated_after(epoch, args) for epoch in since)
-        if num_worse < args.patience:
+        num_worse = sum(is_evaluated_after(epoch, self.args.schedule) for epoch in since)
+        if num_worse < patience:
             return ""
-        return (
-            f"stopped early after step {state.step}: no new best {args.best_metric} in "
-            f"{counted(num_worse, 'evaluation')} since step {max(bests)} (--patience {args.patience})"
-        )
+        best = f"new best {self.args.checkpoint.best_metric} in {counted(num_worse, 'evaluation')}"
+        return f"stopped early after step {state.step}: no {best} since step {max(bests)} (--patience {patience})"
 
     def describe(self) -> str:
         """Describe the current work, to debug a hang."""
@@ -384,8 +378,8 @@ class Run(Steps):
         self.lr_scheduler.set_position(epoch, step, self.state.steps_per_epoch)
         # Windows are counted over the whole run, not from its start: a restart cannot move the records.
         num_done = self.state.step + 1
-        is_last = num_done == self.args.epochs * self.state.steps_per_epoch
-        self.is_record_due = is_last or num_done % self.args.print_freq == 0
+        is_last = num_done == self.args.schedule.epochs * self.state.steps_per_epoch
+        self.is_record_due = is_last or num_done % self.args.monitoring.print_freq == 0
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
         """Count a step; log, save and stop if that is due. Collective: every rank must call it."""
@@ -393,7 +387,8 @@ class Run(Steps):
         # Of the step before, since its all-reduce ran beside this step: 0.2 ms in the median and 3.5 ms at the 99th
         # percentile (gloo, two busy cores). A signal may take effect a step late, but after the same one on all ranks.
         decision = self.decisions.result(*self.save_flags())
-        is_save_step = self.args.checkpoint_steps and self.state.step % self.args.checkpoint_steps == 0
+        num_steps = self.args.checkpoint.checkpoint_steps
+        is_save_step = num_steps and self.state.step % num_steps == 0
         has_collectives = metric_logger.is_line_due or is_save_step or not self.has_steps_left
         if has_collectives or decision != CONTINUE:
             # Decide on this step too: the collectives below wait a day for slow disks, so detect a hung rank here.
@@ -425,7 +420,7 @@ class Run(Steps):
 
     def stop(self, cause: str) -> None:
         """Save unless the position is saved; raise PreemptedError, which names the cause and the step. Collective."""
-        ranks = f"all {self.args.world_size} ranks" if self.args.world_size > 1 else "the run"
+        ranks = f"all {self.args.distributed.world_size} ranks" if self.args.distributed.world_size > 1 else "the run"
         done = f"{cause}: {ranks} stopped after step {self.state.step}"
         start = time.perf_counter()
         self.wait_for_save()
@@ -449,7 +444,7 @@ class Run(Steps):
         """Log and save the results of an evaluation. Collective: every rank must call it."""
         for kind, result in results.items():
             self.monitor.write(kind, **self.position_fields, **result)
-        self.state.note_results(results, self.args.best_metric)
+        self.state.note_results(results, self.args.checkpoint.best_metric)
         self.pictures.draw()
         # Saved once more, so that a restart does not evaluate again; the best files are made of this save.
         self.save(is_last=self.is_done)
@@ -481,7 +476,7 @@ class Run(Steps):
             UserError: a loss is not finite; names the first step, the same one on every rank.
         """
         rows = self.tally.synchronize_between_processes()
-        steps = rows.view(-1, self.args.num_shards, rows.size(1))
+        steps = rows.view(-1, self.args.distributed.num_shards, rows.size(1))
         for number, step in enumerate(steps, self.state.step - len(steps) + 1):
             if not step[:, 0].isfinite().all():
                 raise self.failure(f"the loss of step {number - 1} is not finite")
@@ -518,13 +513,14 @@ class Run(Steps):
         bad = collectives.call_on_master(optim.find_non_finite, self.model, average, optimizer)
         if bad is not None:
             raise self.failure(f"the {bad} after step {self.state.step} are not finite")
-        if self.args.world_size > 1:
+        if self.args.distributed.world_size > 1:
             # A sum of each tensor tells different weights apart, and is little to send.
             sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in self.model.parameters()]).cpu()
             if not all(torch.equal(sums, theirs) for theirs in collectives.all_gather(sums)):
                 line = "ranks have different weights than rank 0: use only the generators of torch, numpy and random"
                 raise UserError(f"after step {self.state.step} {line}, and processors of one kind", exit_code=1)
-        if self.args.num_shards > 1 and [*map(id, self.model.buffers())] != [*map(id, self.sharded_step.buffers)]:
+        present, known = ([*map(id, buffers)] for buffers in (self.model.buffers(), self.sharded_step.buffers))
+        if self.args.distributed.num_shards > 1 and present != known:
             # `ShardedStep` restores the buffers that it knows: one that replaces them would move in every micro-batch.
             raise UserError("--model replaces a buffer in training; update buffers in place, as by copy_", exit_code=1)
         scaler = self.state.parts.get("scaler")
@@ -548,7 +544,7 @@ class Run(Steps):
             self.saved_position = self.saving_position
 
 
-def is_evaluated_after(epoch: int, args: config.Assigned) -> bool:
+def is_evaluated_after(epoch: int, schedule: ScheduleOptions) -> bool:
     """Tell whether `--eval-every` has an epoch evaluated; the last one always is."""
     num_done = epoch + 1
-    return num_done == args.epochs or (args.eval_every > 0 and num_done % args.eval_every == 0)
+    return num_done == schedule.epochs or (schedule.eval_every > 0 and num_done % schedule.eval_every == 0)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from errors import UserError, counted
@@ -51,7 +52,7 @@ class VirtualShards(NamedTuple):
 
     @property
     def arithmetic(self) -> str:
-        """The global batch as a product, such as `256 images a step: 2 processes x 4 micro-batches x 32`."""
+        """The global batch as a product, such as `256 images per step: 2 processes x 4 micro-batches x 32`."""
         each = f"{self.batch_size}"
         if self.num_local > 1:
             each = f"{self.num_local} micro-batches x {each}"
@@ -82,10 +83,9 @@ class VirtualShards(NamedTuple):
             sizes = [size for size in sizes if size == 1 or (self.num_shards // size).bit_count() == 1]
             to_same_bits = " to the same bits (--use-deterministic-algorithms)"
         if self.world_size not in sizes:
-            raise UserError(
-                f"cannot run {counted(self.num_shards, 'micro-batch')} of {counted(self.batch_size, 'image')} on "
-                f"{counted(self.world_size, 'process')}{to_same_bits}; use one of {', '.join(map(str, sizes))}"
-            )
+            what = f"{counted(self.num_shards, 'micro-batch')} of {counted(self.batch_size, 'image')}"
+            where = f"{counted(self.world_size, 'process')}{to_same_bits}"
+            raise UserError(f"cannot run {what} on {where}; use one of {', '.join(map(str, sizes))}")
 
 
 class TrainSampler(Sampler):
@@ -114,18 +114,11 @@ class TrainSampler(Sampler):
     advances_itself = False  # a pass without a `set_epoch` before it is the next epoch, and not the same one again
 
     def __init__(
-        self,
-        num_images: int,
-        shards: VirtualShards,
-        seed: int = 0,
-        repetitions: int = 1,
-        labels: torch.Tensor | None = None,
+        self, num_images: int, shards: VirtualShards, seed: int = 0, repetitions: int = 1, labels: Tensor | None = None
     ) -> None:
         if num_images < shards.global_batch_size:
-            raise UserError(
-                f"the training set has {num_images} images, fewer than one global batch of {shards.global_batch_size}; "
-                "choose a smaller --batch-size or --global-batch-size"
-            )
+            few = f"{num_images} images, fewer than one global batch of {shards.global_batch_size}"
+            raise UserError(f"the training set has {few}; choose a smaller --batch-size or --global-batch-size")
         self.num_images = num_images
         self.shards = shards
         self.seed = seed
@@ -143,7 +136,7 @@ class TrainSampler(Sampler):
         self.start_step = start_step
         self._is_chosen = True
 
-    def epoch_order(self) -> torch.Tensor:
+    def epoch_order(self) -> Tensor:
         """Return (N,) int64: the images in this epoch's order."""
         generator = torch.Generator()
         # The seed and the call of torch's `DistributedSampler`, and so its order: a run can be compared with one of
@@ -162,15 +155,13 @@ class TrainSampler(Sampler):
             for shard in self.shards.local:
                 yield first + step, shard
 
-    def _keys(self, order: torch.Tensor, step: int, shard: int, earlier: torch.Tensor | None = None) -> list[SampleKey]:
+    def _keys(self, order: Tensor, step: int, shard: int, earlier: Tensor | None = None) -> list[SampleKey]:
         """Return the images of a micro-batch; `earlier` is how often each position's image has come already."""
         first = step * self.shards.global_batch_size
         # Every V-th image, as `DistributedSampler` deals them out to V processes.
         positions = torch.arange(first + shard, first + self.shards.global_batch_size, self.shards.num_shards)
         images = order[positions // self.repetitions].tolist()
-        repetitions = positions % self.repetitions
-        if earlier is not None:
-            repetitions = earlier[positions]
+        repetitions = positions % self.repetitions if earlier is None else earlier[positions]
         # An image that comes again has other draws: the repetition is a part of their address.
         keys = [SampleKey(index, self.epoch, each) for index, each in zip(images, repetitions.tolist(), strict=True)]
         if self.shards.num_shards >= self.repetitions:
@@ -229,11 +220,9 @@ class RASampler(TrainSampler):
         self.rank = rank
         self.shuffle = shuffle
 
-    def epoch_order(self) -> torch.Tensor:
+    def epoch_order(self) -> Tensor:
         """Return (N,) int64: the images in this epoch's order."""
-        if self.shuffle:
-            return super().epoch_order()
-        return torch.arange(self.num_images)
+        return super().epoch_order() if self.shuffle else torch.arange(self.num_images)
 
 
 class EvalSampler(Sampler):

@@ -9,25 +9,22 @@ if __name__ == "__main__":
 
     ARGS = read_command_line()
 
-from argparse import Namespace
 from contextlib import nullcontext
 
 import torch
 
-import data
 import utils
 from checkpointing.agreement import check_images, check_processes, check_weights
 from checkpointing.guard import check_data, check_options, describe_data, find_hashes
 from checkpointing.preprocessing import choose_preprocessing, preprocessing_line
 from checkpointing.status import note_refusal
 from checkpointing.store import CheckpointManager
-from data import load_data
-from distributed import collectives
+from data import build_device_loaders, build_train_sampler, check_shards, load_data, start_loading
+from distributed import collectives, signals
 from distributed.decision import StepDecisions
 from distributed.ending import announce_failure, end_process, end_with_error, leave_group
 from distributed.launch import read_launch
 from distributed.lending import lent_process
-from distributed.signals import follow_agent, start_signal_handling
 from errors import PreemptedError, UserError
 from metrics import Accuracy, Tally, build_metrics, check_count, image_numbers, result_line
 from models import build, gradients, optim
@@ -36,9 +33,9 @@ from models.trained import load_evaluated
 from monitoring.console import hash_line, log
 from randomness import EVALUATION, seed_device
 from run import BareRun, Run
-from sampler import VirtualShards
 from settings import config
-from settings.options import defaults, get_args_parser
+from settings.parser import get_args_parser
+from settings.stages import Parsed, values_of
 
 __all__ = ["evaluate", "get_args_parser", "load_data", "main", "train_one_epoch"]
 
@@ -60,16 +57,18 @@ def train_one_epoch(
         scaler: scales the loss under `--amp`; None leaves it as it is.
         run: the run around the steps; None for a bare loop, in which each process computes one micro-batch a step.
     """
-    args = Namespace(**{**defaults(), "amp": scaler is not None, **vars(args)})
+    args = Parsed.of({"amp": scaler is not None, **values_of(args)})
     device = torch.device(device)
     run = run or BareRun(model, device)
     run.begin_epoch(model, epoch)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
     metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
+    # `log_every` goes over the steps and prints lines; it tells `end_step` by `is_line_due` to read the metrics, which
+    # come from the device then alone. `timed` counts the seconds in which a step waits for its images.
     batches, numbers = metric_logger.timed(run.training_batches(data_loader)), image_numbers(data_loader)
     steps = run.steps(len(data_loader))
-    precision = build.autocast(args, device)
-    for step in metric_logger.log_every(steps, args.print_freq, f"Epoch: [{epoch}]", steps.start):
+    precision = build.autocast(args.precision, device)
+    for step in metric_logger.log_every(steps, args.monitoring.print_freq, f"Epoch: [{epoch}]", steps.start):
         run.begin_step(epoch, step)
         optimizer.zero_grad()
         # `zip` asks the shards first: their end takes no batch from the loader, which would be lost to the next step.
@@ -84,16 +83,15 @@ def train_one_epoch(
                 scaler.scale(loss * run.loss_scale).backward()
             run.measure(loss, output, target, index)
         run.finish_gradients()
-
         scaler.unscale_(optimizer)
-        limits = args.clip_grad_norm, run.is_record_due, args.clip_agc, args.clip_grad_value
+        clip = args.optimization
+        limits = clip.clip_grad_norm, run.is_record_due, clip.clip_agc, clip.clip_grad_value
         grad_norm = optim.clip_gradients(model.parameters(), *limits)
         scaler.step(optimizer)
         scaler.update()
-
-        if model_ema and step % args.model_ema_steps == 0:
+        if model_ema and step % args.model.model_ema_steps == 0:
             model_ema.update_parameters(model)
-            if epoch < args.lr_warmup_epochs:
+            if epoch < args.schedule.lr_warmup_epochs:
                 # Weights of the warm-up are far from the last ones: the average is a copy until it is over.
                 model_ema.reset()
         metric_logger.update(lr=optim.current_lr(optimizer))
@@ -132,9 +130,7 @@ def measure(model, criterion, data_loader, device, print_freq=100, log_suffix=""
     gradients.broadcast_from_master(list(model.buffers()))
     metrics = metrics or [Accuracy()]
     tally, metric_logger = Tally(metrics), utils.MetricLogger(delimiter="  ", is_share=True)
-    observers = [metric.observe for metric in metrics]
-    if observe is not None:
-        observers.append(observe)
+    observers = [metric.observe for metric in metrics] + ([] if observe is None else [observe])
     header = f"Test: {log_suffix}".rstrip()
     batches = metric_logger.log_every(data_loader, print_freq, header)
     with torch.inference_mode(), torch.random.fork_rng([]):
@@ -169,10 +165,10 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
         for name, data_loader in loaders.items():
             for kind, scored, suffix in [(name, model, ""), (f"{name}_ema", model_ema, "EMA")]:
                 if scored is not None:
-                    scored = build.FlipAverage(scored) if args.eval_flip else scored
+                    scored = build.FlipAverage(scored) if args.model.eval_flip else scored
                     label = suffix if name == "val" else f"{name} {suffix}".rstrip()
                     loader, observe = run.evaluated(kind, data_loader) if run else (data_loader, None)
-                    with build.autocast(args, device):
+                    with build.autocast(args.precision, device):
                         results[kind] = measure(scored, criterion, loader, device, 100, label, metrics, observe)
     return results
 
@@ -180,9 +176,9 @@ def evaluate_all(args, model, model_ema, criterion, loaders, device, metrics=Non
 def resolve(args):
     """Derive options from machine and published weights; return all, and lines about these. UserError for a misfit."""
     args = config.resolve(args)
-    optim.check_schedule(args)
+    optim.check_schedule(args.schedule, args.optimization.lr)
     args, notes = config.on_machine(args)
-    if args.weights or args.model.startswith("timm/"):
+    if args.model.weights or args.model.model.startswith("timm/"):
         from checkpointing.first_weights import choose_published_options
 
         args, more = choose_published_options(args)
@@ -200,58 +196,60 @@ def join(args, notes):
     Raises:
         UserError: the processes or the data are not there, or a process differs.
     """
-    decisions = StepDecisions(start_signal_handling(is_training=not args.test_only))
-    build.set_up_threads(args)
-    collectives.setup_for_distributed(args.rank == 0)
-    if args.rank == 0 and not args.test_only:
+    decisions = StepDecisions(signals.start_signal_handling(is_training=not args.checkpoint.test_only))
+    build.set_up_threads(args.precision)
+    collectives.setup_for_distributed(args.distributed.rank == 0)
+    if args.distributed.rank == 0 and not args.checkpoint.test_only:
         log.keep()
     for line in notes:
         print(line)
     build.check_model(args)
     # Loader processes are forked before there are threads, as those of the process group, and read while all join.
-    loading = None if args.test_only and args.resume else data.start_loading(args)
-    collectives.join_processes(args)
+    loading = None if args.checkpoint.test_only and args.checkpoint.resume else start_loading(args)
+    collectives.join_processes(args.distributed, args.monitoring.stall_timeout)
     check_processes(args)
-    if not args.test_only:
-        follow_agent()
-    return build.set_up_device(args), decisions, loading
+    if not args.checkpoint.test_only:
+        signals.follow_agent()
+    return build.set_up_device(args.precision, args.distributed, args.checkpoint.test_only), decisions, loading
 
 
 def find_checkpoint(args, manager):
-    """Return the final options, and the checkpoint that `--resume` names or None. Collective: every rank must call it.
+    """Lock the folder, read the checkpoint or find none, and fix the options that depend on it.
 
-    Changes nothing in the output folder except its lock. `Run` restores the state, and claims the folder last.
+    Changes nothing in the output folder except its lock: `Run` restores the state, and takes over the folder last.
+    Collective: every rank must call it.
 
     Raises:
         UserError: the checkpoint cannot be used, or the folder holds a run that no option resumes or removes.
     """
-    if not args.test_only:
+    if not args.checkpoint.test_only:
         manager.lock()
         if manager.is_restarted():
             print(f"restarted by torchrun: resuming from the newest checkpoint in {manager.folder}")
             args = args.replaced(resume="auto", overwrite=False)
-    state = manager.read(args.resume)
+    state = manager.read(args.checkpoint.resume)
     args = config.agree_on_type(args, None if state is None else state["args"])
-    if args.test_only:
-        if args.resume and state is None:
-            raise UserError(f"--test-only --resume auto: there is no checkpoint in --output-dir {args.output_dir}")
+    if args.checkpoint.test_only:
+        if args.checkpoint.resume and state is None:
+            place = f"--output-dir {args.checkpoint.output_dir}"
+            raise UserError(f"--test-only --resume auto: there is no checkpoint in {place}")
         if state is not None:
             args, notes = config.as_trained(args, state["args"])
-            args, origin = choose_preprocessing(args, f"the checkpoint of --resume {args.resume}", state["args"])
+            source = f"the checkpoint of --resume {args.checkpoint.resume}"
+            args, origin = choose_preprocessing(args, source, state["args"])
             print(*notes, preprocessing_line(args, origin), sep="\n")
         return args, state
-    manager.check(args.resume, overwrite=args.overwrite)
+    manager.check(args.checkpoint.resume, overwrite=args.checkpoint.overwrite)
     if state is not None:
         check_options(state, args)
     args = config.assign(args, state)
-    shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
-    shards.check(needs_same_bits=args.use_deterministic_algorithms, is_synchronised=args.sync_bn)
+    check_shards(args)
     return args, state
 
 
 def find_weights(args, state, val):
     """Return the weights of `--weights`; None without it, and where the checkpoint has them."""
-    if args.weights is None or state is not None:
+    if args.model.weights is None or state is not None:
         return None
     from checkpointing.first_weights import start_weights
 
@@ -263,33 +261,34 @@ def main(args):
     """Train or, with `--test-only`, evaluate; UserError for unusable input. Collective: every rank must call it."""
     args, notes = resolve(args)
     device, decisions, loading = join(args, notes)
-    manager = CheckpointManager.of_options(args)
+    manager = CheckpointManager.of_options(args.checkpoint)
     args, state = find_checkpoint(args, manager)
-
     # The model, the loss and what is measured. The first weights are those of the checkpoint, which `Run` restores with
     # all of its state; or those of --weights, a file or published ones, with a new head for other classes; or random.
     if loading is None or not loading.serves(args):
-        loading = data.start_loading(args)
+        loading = start_loading(args)
     datasets = check_images(loading.datasets)
     check_data(state, args, *datasets)
-    sampler = data.build_train_sampler(datasets[0], args)
-    data_loader, loaders = data.build_device_loaders(args, loading, sampler, device)
+    sampler = build_train_sampler(datasets[0], args.augmentation, args.optimization, args.distributed)
+    data_loader, loaders = build_device_loaders(args, loading, sampler, device)
     weights = find_weights(args, state, datasets[1])
-    model_without_ddp = build.move_to_device(build.build_model(args, loading.num_classes, weights), args, device)
+    model_without_ddp = build.build_model(args, loading.num_classes, weights)
+    build.move_to_device(model_without_ddp, args.precision, device)
+    build.compile_model(model_without_ddp, args.precision, args.augmentation)
     check_weights(model_without_ddp)
     model_ema = build.build_ema(args, model_without_ddp)
     criterion = check_weights(build_loss(args, model_without_ddp, *datasets[:2]))
     metrics = build_metrics(args, loading.num_classes)
-    if args.test_only:
+    if args.checkpoint.test_only:
         model_ema = load_evaluated(args, model_without_ddp, state)
         optim.check_finite(model_without_ddp, model_ema)
         print(hash_line(find_hashes(args, describe_data(*datasets[:2]), model_without_ddp)))
         evaluate_all(args, model_without_ddp, model_ema, criterion, loaders, device, metrics)
         return
-
-    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model_without_ddp))
-    scaler = build.build_scaler(args, device)
-    model = gradients.wrap_model(model_without_ddp, args)
+    groups = optim.build_parameter_groups(args.optimization, model_without_ddp)
+    optimizer = optim.build_optimizer(args.optimization, args.precision, args.model.model, groups)
+    scaler = build.build_scaler(args.precision, device)
+    model = gradients.wrap_model(model_without_ddp, args.distributed, args.precision.compile)
     run = Run(
         args, state, manager, decisions, sampler=sampler, datasets=datasets, model=model, metrics=metrics,
         parts={"model": model_without_ddp, "optimizer": optimizer, "model_ema": model_ema, "scaler": scaler},
@@ -299,8 +298,7 @@ def main(args):
         for epoch in run.epochs():
             if run.has_steps_left:
                 train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema, scaler, run)
-                # Before the evaluation, too: a kill in it costs no training.
-                run.save()
+                run.save()  # before the evaluation, too: a kill in it costs no training
             if run.is_evaluation_due:
                 scored = model_without_ddp, model_ema, criterion, loaders, device, metrics, run
                 run.record_results(evaluate_all(args, *scored))
@@ -311,10 +309,10 @@ def cli(args=None):
     args = args or config.read_command_line()
     try:
         try:
-            if args.dry_run:
+            if args.start.dry_run:
                 from monitoring.preview import print_preview
 
-                start_signal_handling(is_training=False)
+                signals.start_signal_handling(is_training=False)
                 print_preview(args)
             else:
                 main(args)
@@ -325,7 +323,7 @@ def cli(args=None):
         if not isinstance(error, Exception | KeyboardInterrupt):  # not the parser's, whose work is done
             error = UserError(f"code of your own has raised {error!r:.90}; let it raise an Exception", exit_code=1)
         error = announce_failure(error)
-        note_refusal(args, error)
+        note_refusal(args.checkpoint, args.model.model, args.start.dry_run, error)
         collectives.watchdog.stop()  # `end_with_error` waits for other ranks
         end_with_error(error, read_launch())
     end_process(0)

@@ -9,6 +9,7 @@ the device, other batches or a generator's history; a direct call seeds it from 
 
 import math
 import random
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +43,7 @@ class RandomErasing:
             box_height = round(math.sqrt(area * ratio))
             box_width = round(math.sqrt(area / ratio))
             if box_height < height and box_width < width:
-                top = rng.randint(0, height - box_height)
-                left = rng.randint(0, width - box_width)
-                return top, left, box_height, box_width
+                return rng.randint(0, height - box_height), rng.randint(0, width - box_width), box_height, box_width
         return 0, 0, 0, 0
 
     def draw(self, image: Tensor, rng: random.Random) -> Tensor:
@@ -64,9 +63,7 @@ class RandomErasing:
     def erase(self, image: Tensor, boxes: Tensor) -> Tensor:
         """Erase the boxes of `draw` from (B, C, H, W) normalised floats."""
         top, left, height, width = boxes[:, :4, None].unbind(1)
-        fill = 0.0
-        if self.is_noisy:
-            fill = normal_noise(image, boxes[:, 4])
+        fill = normal_noise(image, boxes[:, 4]) if self.is_noisy else 0.0
         # Unlike `masked_fill`, `where` keeps the channels-last memory format when compiled.
         return torch.where(_inside(image, left, top, left + width, top + height)[:, None], fill, image)
 
@@ -156,6 +153,9 @@ class _Mixing(nn.Module):
         inplace: a call mixes in the memory of its batch, and returns that.
     """
 
+    draw: Callable[[Tensor, random.Random], Tensor]
+    mix: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
     def __init__(self, num_classes: int, p: float = 0.5, alpha: float = 1.0, inplace: bool = False) -> None:
         super().__init__()
         if num_classes < 1 or alpha <= 0:
@@ -221,12 +221,9 @@ class RandomCutMix(_Mixing):
         centre_y = rng.randrange(height)
         # The neighbour's share is an area, and each side of the rectangle goes with its square root.
         half = 0.5 * math.sqrt(1.0 - share)
-        half_width = int(half * width)
-        half_height = int(half * height)
-        left = max(centre_x - half_width, 0)
-        right = min(centre_x + half_width, width)
-        top = max(centre_y - half_height, 0)
-        bottom = min(centre_y + half_height, height)
+        half_width, half_height = int(half * width), int(half * height)
+        left, right = max(centre_x - half_width, 0), min(centre_x + half_width, width)
+        top, bottom = max(centre_y - half_height, 0), min(centre_y + half_height, height)
         return pack_box((left, top, right, bottom), height, width)
 
     def mix(self, image: Tensor, target: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,16 +251,14 @@ class RandomMix:
         self.prob = prob
         self.switch_prob = switch_prob
 
-    def draw(self, image: Tensor, rng: random.Random) -> tuple["RandomMixUp | RandomMix", Tensor] | None:
+    def draw(self, image: Tensor, rng: random.Random) -> tuple["_Mixing | RandomMixEach", Tensor] | None:
         """Draw mixup or cutmix for a (B, C, H, W) batch, and the argument `drawn` of its `mix`; None to mix nothing."""
         # Both are drawn whatever they decide, so that no option moves the draws that follow.
-        mixes = rng.random()
-        switch = rng.random()
+        mixes, switch = rng.random(), rng.random()
         if mixes >= self.prob:
             return None
-        mixer = self.mixup
-        if self.mixup is None or (self.cutmix is not None and switch < self.switch_prob):
-            mixer = self.cutmix
+        is_cutmix = self.mixup is None or (self.cutmix is not None and switch < self.switch_prob)
+        mixer: _Mixing = self.cutmix if is_cutmix else self.mixup
         return mixer, mixer.draw(image, rng)
 
     def draw_and_mix(self, image: Tensor, target: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
@@ -296,11 +291,9 @@ class RandomMixEach(RandomMix):
                 continue
             mixer, drawn = found
             if mixer is self.cutmix:
-                row[:4] = drawn[:4]
-                row[5:] = drawn[4:]
+                row[:4], row[5:] = drawn[:4], drawn[4:]
             else:
-                row[4] = drawn[0]
-                row[5:] = drawn
+                row[4], row[5:] = drawn[0], drawn
         return self, rows
 
     def mix(self, image: Tensor, target: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
@@ -342,6 +335,5 @@ def get_mixup_cutmix(
         cutmix = RandomCutMix(num_classes, p=1.0, alpha=cutmix_alpha)
     if mixup is None and cutmix is None:
         return None
-    if mode == "elem":
-        return RandomMixEach(mixup, cutmix, prob, switch_prob)
-    return RandomMix(mixup, cutmix, prob, switch_prob)
+    kind = RandomMixEach if mode == "elem" else RandomMix
+    return kind(mixup, cutmix, prob, switch_prob)

@@ -4,13 +4,13 @@ import datetime
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from distributed import collectives
 from distributed.collectives import (
@@ -22,6 +22,7 @@ from distributed.collectives import (
 )
 from metrics import count_correct
 from models.optim import set_weight_decay
+from settings.options import DistributedOptions
 
 __all__ = [
     "ExponentialMovingAverage", "MetricLogger", "SmoothedValue", "accuracy", "average_checkpoints", "get_rank",  # noqa: F822
@@ -55,9 +56,9 @@ class SmoothedValue:
         self._unread = []  # (value, n, so_far) each
         self._total, self._count = 0.0, 0
 
-    def update(self, value: float | torch.Tensor, n: int = 1, *, so_far: float | None = None) -> None:
+    def update(self, value: float | Tensor, n: int = 1, *, so_far: float | None = None) -> None:
         """Add the mean of `n` samples; `so_far` is the value over all samples, if it is no mean of theirs."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             # Of its graph, which would keep the activations of the step in memory until the value is read.
             value = value.detach()
         self._unread.append((value, n, so_far))
@@ -127,6 +128,10 @@ class SmoothedValue:
         return self.fmt.format(**{name: getattr(self, name) for name in names if "{" + name in self.fmt})
 
 
+class SizedIterable(Sized, Iterable, Protocol):
+    """What a loop can go over, and knows the length of, such as a loader or a range."""
+
+
 class MetricLogger:
     """A set of named meters, and a loop that prints them.
 
@@ -146,7 +151,7 @@ class MetricLogger:
         self.wait_s = 0.0  # total time that the loop has waited for data
         self.is_line_due = False  # a line will be printed after the present item
 
-    def update(self, **values: float | torch.Tensor) -> None:
+    def update(self, **values: float | Tensor) -> None:
         """Add one value to each of the named meters."""
         self.show(values)
 
@@ -157,7 +162,7 @@ class MetricLogger:
         """
         so_far = so_far or {}
         for name, value in values.items():
-            if isinstance(value, float | int | torch.Tensor):
+            if isinstance(value, float | int | Tensor):
                 if name not in self.meters:
                     self.add_meter(name, SmoothedValue(fmt=self.formats.get(name)))
                 self.meters[name].update(value, n, so_far=so_far.get(name))
@@ -192,7 +197,9 @@ class MetricLogger:
                 return
             yield item
 
-    def log_every(self, iterable: Iterable, print_freq: int, header: str | None = None, start: int = 0) -> Iterator:
+    def log_every(
+        self, iterable: SizedIterable, print_freq: int, header: str | None = None, start: int = 0
+    ) -> Iterator:
         """Yield from a sized `iterable` and print the meters after every `print_freq`-th item and the last.
 
         Args:
@@ -217,8 +224,7 @@ class MetricLogger:
             data_time.update(self.wait_s - waited)
             iter_time.update(time.perf_counter() - end)
             if self.is_line_due:
-                eta_s = iter_time.global_avg * (num_items - 1 - index)
-                eta = datetime.timedelta(seconds=int(eta_s))
+                eta = datetime.timedelta(seconds=int(iter_time.global_avg * (num_items - 1 - index)))
                 fields = [label, f"[{index:{width}d}/{num_items}]", f"eta: {eta}"]
                 if self.meters:
                     fields.append(str(self))
@@ -230,7 +236,7 @@ class MetricLogger:
         print(f"{header} Total time: {datetime.timedelta(seconds=int(time.perf_counter() - begin))}")
 
 
-def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
+def accuracy(output: Tensor, target: Tensor, topk: tuple[int, ...] = (1,)) -> list[Tensor]:
     """Return the percentage of images whose target is among the k highest scores, for each k; see `count_correct`."""
     return [hits * (100.0 / target.size(0)) for hits in count_correct(output, target, topk)]
 
@@ -241,7 +247,7 @@ def save_on_master(*args: Any, **kwargs: Any) -> None:
         torch.save(*args, **kwargs)
 
 
-def reduce_across_processes(value: Any) -> torch.Tensor:
+def reduce_across_processes(value: Any) -> Tensor:
     """Sum a number, a list of numbers or a tensor over all processes; the sum is on the device of the value.
 
     Integers are summed as int64 and floats as float64, where torchvision rounds both to float32.
@@ -271,7 +277,11 @@ def init_distributed_mode(args: Any) -> None:
     args.gpu = collectives.choose_gpu(launch, args.device)
     args.dist_backend = collectives.choose_backend(args.device)
     setup_for_distributed(args.rank == 0)
-    collectives.join_processes(args)
+    place = DistributedOptions(
+        device=args.device, world_size=args.world_size, dist_url=args.dist_url, rank=args.rank, gpu=args.gpu,
+        is_launched=args.distributed, dist_timeout=getattr(args, "dist_timeout", 30),
+    )  # fmt: skip
+    collectives.join_processes(place, getattr(args, "stall_timeout", 0.0))
 
 
 def mkdir(path: str | os.PathLike) -> None:

@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -45,12 +45,13 @@ from errors import UserError
 from loading import decode
 from loading.forms import open_split
 from models import gradients, optim
-from models.build import autocast, build_ema, build_model, build_scaler, move_to_device, set_up_device
+from models.build import autocast, build_ema, build_model, build_scaler, compile_model, move_to_device, set_up_device
 from models.losses import build_criterion
 from run import BareRun
 from sampler import SampleKey, TrainSampler, VirtualShards
 from scripts.tool import as_path, as_place, build_parser, output_file, positive, run, write_report
 from settings import config, machine
+from settings.stages import Assigned
 from settings.tables import aligned
 
 PROG = "python -m bench.benchmark"
@@ -62,7 +63,7 @@ DEFAULTS = (  # options of train.py ahead of the given ones
 )
 
 
-def interleave(ways: dict[str, Callable], rounds: int, clock: Callable) -> dict[str, list[float]]:
+def interleave(ways: Mapping[str, Callable], rounds: int, clock: Callable) -> dict[str, list[float]]:
     """Run the ways, which return numbers of images, by turns; return images/s of each round, but the first, by way."""
     rates, order = {name: [] for name in ways}, list(ways)
     for _ in range(rounds + 1):
@@ -94,7 +95,7 @@ def compare(title: str, rates: dict[str, list[float]], *pairs: tuple[str, str]) 
     return {"rates": rates, "ratios": ratios}
 
 
-def torchvisions_images(folder: Path, split: str) -> torch.utils.data.Dataset:
+def torchvisions_images(folder: Path, split: str) -> datasets.ImageFolder:
     """Return the images of train or val, loaded as by torchvision's reference preset (v1, PIL)."""
     steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
     if split == "val":
@@ -145,8 +146,9 @@ def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, 
         ways = {"torchvision": partial(load_all, theirs.__getitem__, numbers, split)}
         for folder in (options.data_path, *options.pack):
             args = config.parse_args(["--data-path", str(folder), "--device", "cpu", *argv])
-            source = open_split(f"{folder}/{split}", args)
-            images = data.IndexedImageFolder(source.root, data.build_presets(args)[place], source=source)
+            source = open_split(f"{folder}/{split}", args.data)
+            preset = data.build_presets(args.data, args.augmentation)[place]
+            images = data.IndexedImageFolder(source.root, preset, source=source)
             if len(images) != len(theirs):
                 raise UserError(f"{folder} has {len(images)} images in {split}, and --data-path has {len(theirs)}")
             ways[str(folder)] = partial(load_all, images.load, numbers, split)
@@ -158,15 +160,14 @@ def benchmark_loader(options: argparse.Namespace, argv: list[str]) -> dict[str, 
     return figures
 
 
-def training_args(argv: list[str], **changes: Any) -> argparse.Namespace:
+def training_args(argv: list[str], **changes: Any) -> Assigned:
     """Return train.py's options for this process, from those of the command line and changes to them."""
     record, _ = config.on_machine(config.parse_args([*DEFAULTS.split(), *argv]))
-    place = {"world_size": collectives.get_world_size(), "rank": collectives.get_rank()}
-    args = argparse.Namespace(**{**vars(record), **place, **changes})
-    args.distributed = args.world_size > 1
-    args.gpu = collectives.choose_gpu(read_launch(), args.device)
-    args.global_batch_size = args.global_batch_size or args.batch_size * args.world_size
-    args.num_shards = args.global_batch_size // args.batch_size
+    values = {"world_size": collectives.get_world_size(), "rank": collectives.get_rank(), **changes}
+    values["is_launched"] = values["world_size"] > 1
+    values["gpu"] = collectives.choose_gpu(read_launch(), record.distributed.device)
+    args = config.assign(record.replaced(**values), None)
+    data.check_shards(args)
     return args
 
 
@@ -176,28 +177,33 @@ class BareStep:
     Nothing is loaded, counted, seeded, scheduled, sent or read.
     """
 
-    def __init__(self, args: argparse.Namespace, num_steps: int) -> None:
-        self.args, self.device, self.num_steps = args, set_up_device(args), num_steps
-        self.model = move_to_device(build_model(args, NUM_CLASSES), args, self.device)
+    def __init__(self, args: Assigned, num_steps: int) -> None:
+        self.args, self.num_steps = args, num_steps
+        self.device = set_up_device(args.precision, args.distributed, args.checkpoint.test_only)
+        self.model = move_to_device(build_model(args, NUM_CLASSES), args.precision, self.device)
+        compile_model(self.model, args.precision, args.augmentation)
         self.model_ema = build_ema(args, self.model)
         self.criterion = build_criterion(args)
-        self.optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, self.model))
-        self.scaler = build_scaler(args, self.device)
-        self.shards = VirtualShards(args.global_batch_size, args.num_shards, args.rank, args.world_size)
-        shape = args.batch_size, args.in_chans, args.train_crop_size, args.train_crop_size
-        image = torch.randn(shape, device=self.device)
-        self.image = image.to(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
-        self.target = torch.arange(args.batch_size, device=self.device) % NUM_CLASSES
+        groups = optim.build_parameter_groups(args.optimization, self.model)
+        self.optimizer = optim.build_optimizer(args.optimization, args.precision, args.model.model, groups)
+        self.scaler = build_scaler(args.precision, self.device)
+        place, px, size = args.distributed, args.augmentation.train_crop_size, args.optimization.batch_size
+        global_batch_size = args.optimization.global_batch_size
+        self.shards = VirtualShards(global_batch_size, place.num_shards, place.rank, place.world_size)
+        image = torch.randn((size, args.data.in_chans, px, px), device=self.device)
+        layout = torch.channels_last if args.precision.channels_last else torch.contiguous_format
+        self.image = image.to(memory_format=layout)
+        self.target = torch.arange(size, device=self.device) % NUM_CLASSES
 
     def __call__(self) -> int:
         """Train, beginning on all processes at once; return the number of this process's images."""
-        set_up_device(self.args)
+        set_up_device(self.args.precision, self.args.distributed, self.args.checkpoint.test_only)
         if dist.is_initialized():
             dist.barrier()
         self.run_steps()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        return self.num_steps * self.args.batch_size * self.shards.num_local
+        return self.num_steps * self.args.optimization.batch_size * self.shards.num_local
 
     def run_steps(self) -> None:
         """Train for `num_steps` steps."""
@@ -205,7 +211,7 @@ class BareStep:
         for number in range(self.num_steps):
             self.optimizer.zero_grad()
             for _ in self.shards.local:
-                with autocast(self.args, self.device):
+                with autocast(self.args.precision, self.device):
                     loss = self.criterion(self.model(self.image), self.target)
                 self.scaler.scale(loss / self.shards.num_local).backward()
             self.update(number)
@@ -213,13 +219,13 @@ class BareStep:
     def update(self, number: int) -> None:
         """Clip, update the weights, and average them when it is time."""
         self.scaler.unscale_(self.optimizer)
-        if self.args.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip_grad_norm)
-        if self.args.clip_grad_value is not None:
-            nn.utils.clip_grad_value_(self.model.parameters(), self.args.clip_grad_value)
+        if self.args.optimization.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.args.optimization.clip_grad_norm)
+        if self.args.optimization.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), self.args.optimization.clip_grad_value)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.model_ema and number % self.args.model_ema_steps == 0:
+        if self.model_ema and number % self.args.model.model_ema_steps == 0:
             self.model_ema.update_parameters(self.model)
 
 
@@ -228,10 +234,13 @@ class LoggedRun(BareRun):
 
     def __init__(self, way: BareStep, model: nn.Module) -> None:
         super().__init__(model, way.device)
-        self.sharded_step = gradients.build_sharded_step(way.args, model, way.shards, way.device)
-        self.scheduler = optim.LRScheduler(way.args, way.optimizer)
+        self.sharded_step = gradients.ShardedStep(
+            model, way.shards, device=way.device, seed=way.args.optimization.seed,
+            is_deterministic=way.args.precision.use_deterministic_algorithms,
+        )  # fmt: skip
+        self.scheduler = optim.LRScheduler(way.args.schedule, way.optimizer)
         self.tally = metrics.Tally([metrics.Accuracy()], way.shards.num_local)
-        self.parameters, self.print_freq = list(way.model.parameters()), way.args.print_freq
+        self.parameters, self.print_freq = list(way.model.parameters()), way.args.monitoring.print_freq
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate."""
@@ -251,13 +260,16 @@ class LoggedRun(BareRun):
 class OurLoop(BareStep):
     """The real `train_one_epoch` from the real loader."""
 
-    def __init__(self, args: argparse.Namespace, num_steps: int) -> None:
+    def __init__(self, args: Assigned, num_steps: int) -> None:
         super().__init__(args, num_steps)
-        dataset = data.SyntheticImages(num_steps * args.global_batch_size, args.train_crop_size, NUM_CLASSES)
+        num_images = num_steps * args.optimization.global_batch_size
+        dataset = data.SyntheticImages(num_images, args.augmentation.train_crop_size, NUM_CLASSES)
         sampler = TrainSampler(len(dataset), self.shards)
-        loader = data.build_loader(dataset, sampler, args)
+        loader = data.build_loader(
+            dataset, sampler, args.data, args.augmentation, args.optimization, args.distributed.device
+        )
         self.loader = data.build_device_loader(args, loader, sampler, self.device, NUM_CLASSES)
-        self.wrapped = gradients.wrap_model(self.model, args)
+        self.wrapped = gradients.wrap_model(self.model, args.distributed, args.precision.compile)
         self.run = LoggedRun(self, self.wrapped)
 
     def run_steps(self) -> None:
@@ -269,16 +281,21 @@ class OurLoop(BareStep):
 
 def benchmark_step(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Compare our training step with the same arithmetic alone and, on several processes, with the same-bits one."""
-    utils.init_distributed_mode(argparse.Namespace(**vars(config.parse_args([*DEFAULTS.split(), *argv]))))
+    utils.init_distributed_mode(argparse.Namespace(**config.parse_args([*DEFAULTS.split(), *argv]).flat()))
     args = training_args(argv)
-    own_batch = args.global_batch_size // args.world_size
+    own_batch = args.optimization.global_batch_size // args.distributed.world_size
     alone = training_args(argv, world_size=1, rank=0, global_batch_size=own_batch)
     ways, pairs = {"ours": OurLoop(args, options.steps), "bare": BareStep(alone, options.steps)}, [("ours", "bare")]
-    if args.distributed:
+    if args.distributed.is_launched:
         ways["same bits"] = OurLoop(training_args([*argv, "--use-deterministic-algorithms"]), options.steps)
         pairs.append(("same bits", "ours"))
     # Other users of the cores do not change the CPU time of one thread.
-    is_alone = args.device == "cpu" and not args.distributed and not args.workers and torch.get_num_threads() == 1
+    is_alone = (
+        args.distributed.device == "cpu"
+        and not args.distributed.is_launched
+        and not args.data.workers
+        and torch.get_num_threads() == 1
+    )
     rates = interleave(ways, options.rounds, time.process_time if is_alone else time.perf_counter)
     figures = compare(f"a step, {'CPU' if is_alone else 'wall'} time", rates, *pairs)
     leave_group()
@@ -300,13 +317,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     add("--pack", metavar="DIR", type=as_place, nargs="+", default=[], help="loader: packs, or addresses, of them")
     add("--against", metavar="NAME", choices=race.LOADERS, nargs="+", help=f"loader: race {', '.join(race.LOADERS)}")
     cores = range(1, collectives.count_cores() + 1)
-    add(
-        "--cores",
-        type=int,
-        default=1,
-        choices=cores,
-        help="with --against: cores, and above 1 as many loader processes",
-    )
+    text = "with --against: cores, and above 1 as many loader processes"
+    add("--cores", type=int, default=1, choices=cores, help=text)
     add("--json", metavar="FILE", type=output_file(".json"), help="write every figure to FILE")
     return parser
 

@@ -41,6 +41,7 @@ from models.build import build_model
 from monitoring.monitor import read_records
 from scripts import tool
 from settings import config, machine
+from settings.options import DataOptions, DistributedOptions
 
 PROG = "python -m bench.gpu_report"
 LIMIT_S = 20 * 60
@@ -268,10 +269,11 @@ def write_report(options: Namespace) -> None:
     """Measure all rows, or those of --only, and write the JSON file and, for a GPU, the table."""
     num_gpus = torch.cuda.device_count() if options.device.startswith("cuda") else 0
     end_s, num_measured = time.monotonic() + LIMIT_S, 0
-    environment = describe_environment(Namespace(device=options.device, world_size=max(num_gpus, 1)))
+    place = DistributedOptions(device=options.device, world_size=max(num_gpus, 1))
+    environment = describe_environment(DataOptions(), place)
     before = read_json(options.json) if options.only else {}
     rows = before["rows"] if before.get("environment") == environment else {}
-    report = {"date": time.strftime("%Y-%m-%d"), "processor": describe_processor()}
+    report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "processor": describe_processor()}
     report |= {"environment": environment, "device": options.device, "rows": rows}
     with tempfile.TemporaryDirectory() as name:
         for row in build_rows(options, Path(name), num_gpus):
@@ -283,9 +285,9 @@ def write_report(options: Namespace) -> None:
     if not num_measured:
         raise UserError("nothing could be measured")
     if num_gpus:
-        place = f"{num_gpus} x {environment['gpu']}, torch {environment['torch']}"
+        cards = f"{num_gpus} x {environment['gpu']}, torch {environment['torch']}"
         table = "".join(f"| {name} | {as_text(found)} |\n" for name, found in rows.items())
-        table = f"| {place}, {options.model[0]}, batch {options.batch_size[0]} | result |\n|---|---|\n{table}"
+        table = f"| {cards}, {options.model[0]}, batch {options.batch_size[0]} | result |\n|---|---|\n{table}"
         tool.replace_between(tool.ROOT / "docs" / "performance.md", BEGIN, END, table)
     print(f"wrote {options.json}{' and the table in docs/performance.md' if num_gpus else ''}")
 
@@ -309,7 +311,7 @@ def main() -> None:
 
     def work() -> None:
         options = parser.parse_args()
-        options.device = machine.find_device(options)
+        options.device = machine.find_device(options.device)
         write_report(options)
 
     tool.run(PROG, work, "interrupted; what was measured is in the --json file")

@@ -29,7 +29,6 @@ import sys
 import tempfile
 import time
 import zlib
-from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +40,8 @@ from scripts import tool
 from scripts.report import LoggedRun, group_seeds
 from settings.choices import CURVES
 from settings.machine import slow_type
+from settings.options import DataOptions, DistributedOptions
+from settings.stages import Parsed
 
 PROG = "python -m bench.ledger"
 BEGIN, END = "<!-- results: python -m bench.ledger -->\n", "<!-- end of results -->\n"
@@ -109,7 +110,7 @@ def describe_log(path: Path, text: str) -> dict[str, Any]:
             "command": shlex.split(command),
             "seed": int(seed[2] or 0) if seed else 0,
             "processor": describe_processor(),
-            "environment": describe_environment(Namespace(device="cpu", world_size=1)),
+            "environment": describe_environment(DataOptions(), DistributedOptions(device="cpu")),
             "results": {"val": results},
             "hours": hours,
         }
@@ -175,11 +176,11 @@ def run_again(folder: Path, record: dict, steps: int, replaced: dict[str, str | 
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
     with tempfile.TemporaryDirectory() as temporary, open(Path(temporary) / "log", "w+b") as log:
         out, known = Path(temporary) / "run", LoggedRun(folder).options
-        given = {name: value for name, value in replaced.items() if value and name in known}
+        given: dict[str, str | Path] = {name: value for name, value in replaced.items() if value and name in known}
         given |= {"recipe": folder / "recipe.toml", "output-dir": out}
         given |= {"device": "cpu"} if "cpu" in record["environment"] else {}
         options = [word for name, value in given.items() for word in (f"--{name}", value)]
-        command = [sys.executable, *launcher, tool.ROOT / "train.py", *options]
+        command: list[str | Path] = [sys.executable, *launcher, tool.ROOT / "train.py", *options]
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads), **environ}
         with subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT) as process:
             try:
@@ -226,7 +227,7 @@ def first_steps(folder: Path, least: int) -> tuple[dict, int]:
     found = LoggedRun(folder).options
     device = "cpu" if "cpu" in record["environment"] else "cuda"
     kind = {name: found.get(name.replace("_", "-")) for name in ("opt", "amp", "amp_dtype")}
-    if slow := slow_type(Namespace(test_only=False, device=device, **kind)):
+    if slow := slow_type(Parsed.of({"device": device, **kind})):
         raise UserError(slow)
     return record, min((step for step in losses if step >= least), default=max(losses))
 

@@ -10,8 +10,9 @@ import os
 import signal
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -32,7 +33,7 @@ from randomness import Draws
 from settings import config
 
 SIZE, MEAN, STD = 224, numpy.array(config.IMAGENET_MEAN), numpy.array(config.IMAGENET_STD)
-Pass = Callable[[], Iterator[tuple[Any, Any]]]
+Pass = Callable[[], Iterator[Sequence[Any]]]  # pairs of images and their numbers
 # Packages with another name than their loaders, and with another name for pip.
 MODULES = {"ours": "settings", "tf": "tensorflow", "dali": "nvidia.dali"}
 PIP = {"nvidia.dali": "nvidia-dali-cuda130 nvidia-nvimgcodec-cu13", "streaming": "mosaicml-streaming"}
@@ -40,16 +41,18 @@ PIP = {"nvidia.dali": "nvidia-dali-cuda130 nvidia-nvimgcodec-cu13", "streaming":
 
 def ours(job: Namespace) -> Pass:
     """As train.py loads, by TorchCodec if installed: stops decoding below the crop; antialiased, uint8."""
-    images = data.IndexedImageFolder("", data.build_presets(job.args)[0], source=job.source)
-    sampler = data.TrainSampler(len(job.paths), data.VirtualShards(job.args.batch_size, 1))
+    images = data.IndexedImageFolder("", data.build_presets(job.args.data, job.args.augmentation)[0], source=job.source)
+    sampler = data.TrainSampler(len(job.paths), data.VirtualShards(job.args.optimization.batch_size, 1))
     sampler.advances_itself = True
     decode.use_torchcodec()  # as loader processes do
-    return data.build_loader(images, sampler, job.args).__iter__
+    return data.build_loader(
+        images, sampler, job.args.data, job.args.augmentation, job.args.optimization, job.args.distributed.device
+    ).__iter__
 
 
 def ours_pillow(job: Namespace) -> Pass:
     """The same by Pillow alone."""
-    decode.find_torchcodec = str  # finds nothing
+    decode.find_torchcodec = cache(str)  # finds nothing
     return ours(job)
 
 
@@ -61,8 +64,9 @@ def batches(job: Namespace, load: Callable, items: Any = None, collate: Callable
         return collate([(load(jpeg), int(number)) for jpeg, number in pairs])
 
     items = [(path, n) for n, path in enumerate(job.paths)] if items is None else items
-    options = {"num_workers": job.args.workers, "persistent_workers": job.args.workers > 0, "collate_fn": load_batch}
-    return DataLoader(items, job.args.batch_size, not isinstance(items, IterableDataset), **options).__iter__
+    num_workers, is_listed = job.args.data.workers, not isinstance(items, IterableDataset)
+    workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    return DataLoader(items, job.args.optimization.batch_size, is_listed, collate_fn=load_batch, **workers).__iter__
 
 
 def by_pillow(steps: Callable) -> Callable:
@@ -72,7 +76,8 @@ def by_pillow(steps: Callable) -> Callable:
 
 def crop(job: Namespace, of: Any, *more: Callable) -> Callable:
     """Return torchvision's random crop and flip, of its transforms v1 or v2, and more steps."""
-    return of.Compose([of.RandomResizedCrop(SIZE, (job.args.crop_scale, 1)), of.RandomHorizontalFlip(), *more])
+    scale = job.args.augmentation.crop_scale, 1
+    return of.Compose([of.RandomResizedCrop(SIZE, scale), of.RandomHorizontalFlip(), *more])
 
 
 def torchvision(job: Namespace) -> Pass:
@@ -88,7 +93,7 @@ def torchvision_uint8(job: Namespace, items: Any = None) -> Pass:
 
 def timm(job: Namespace) -> Pass:
     """Its transform without colour jitter, and fast_collate: Pillow decodes whole images; antialiased, uint8."""
-    options = {"scale": (job.args.crop_scale, 1), "color_jitter": None, "interpolation": "bilinear"}
+    options = {"scale": (job.args.augmentation.crop_scale, 1), "color_jitter": None, "interpolation": "bilinear"}
     steps = job.module.data.create_transform(SIZE, is_training=True, use_prefetcher=True, **options)
     return batches(job, by_pillow(steps), collate=job.module.data.loader.fast_collate)
 
@@ -105,7 +110,8 @@ def simplejpeg(job: Namespace) -> Pass:
     def load(path: str) -> torch.Tensor:
         image = torch.from_numpy(job.module.decode_jpeg(Path(path).read_bytes(), "RGB")).permute(2, 0, 1)
         draws = Draws(time.monotonic_ns())
-        top, left, height, width = presets.draw_box(*image.shape[1:], job.args.crop_scale, draws)
+        shape, scale = image.shape, job.args.augmentation.crop_scale
+        top, left, height, width = presets.draw_box(shape[1], shape[2], scale, draws)
         image = presets.resize(image[:, top : top + height, left : left + width], SIZE, SIZE, "bilinear")
         image = image.flip(-1) if draws.uniform() < 0.5 else image
         return image.permute(1, 2, 0)  # as its pixels lie: batches are copied faster
@@ -115,10 +121,10 @@ def simplejpeg(job: Namespace) -> Pass:
 
 def dali(job: Namespace) -> Pass:
     """On the CPU: decodes the crop alone; antialiased, uint8; threads of its own."""
-    fn, size = job.module.fn, job.args.batch_size
-    with job.module.Pipeline(size, max(job.args.workers, 1), None, exec_dynamic=False) as pipe:
+    fn, size = job.module.fn, job.args.optimization.batch_size
+    with job.module.Pipeline(size, max(job.args.data.workers, 1), None, exec_dynamic=False) as pipe:
         jpeg, number = fn.readers.file(files=job.paths, labels=[*range(len(job.paths))], random_shuffle=True)
-        options = {"random_area": [job.args.crop_scale, 1.0], "adjust_orientation": False, "device": "cpu"}
+        options = {"random_area": [job.args.augmentation.crop_scale, 1.0], "adjust_orientation": False, "device": "cpu"}
         image = fn.resize(fn.decoders.image_random_crop(jpeg, **options), size=[SIZE, SIZE])
         pipe.set_outputs(fn.flip(image, horizontal=fn.random.coin_flip()), number)
     return lambda: ([numpy.asarray(part.as_tensor()) for part in pipe.run()] for _ in range(len(job.paths) // size))
@@ -126,8 +132,9 @@ def dali(job: Namespace) -> Pass:
 
 def tf_data(job: Namespace) -> Pass:
     """Its decode_and_crop_jpeg decodes the crop alone; antialiased, by way of floats to uint8; threads of its own."""
-    tf, num_threads = job.module, max(job.args.workers, 1)
-    options = {"area_range": (job.args.crop_scale, 1), "min_object_covered": 0, "use_image_if_no_bounding_boxes": True}
+    tf, num_threads = job.module, max(job.args.data.workers, 1)
+    options = {"area_range": (job.args.augmentation.crop_scale, 1), "min_object_covered": 0}
+    options |= {"use_image_if_no_bounding_boxes": True}
 
     def load(path: Any, number: Any) -> tuple:
         jpeg = tf.io.read_file(path)
@@ -138,7 +145,9 @@ def tf_data(job: Namespace) -> Pass:
         return tf.saturate_cast(tf.round(image), tf.uint8), number
 
     items = tf.data.Dataset.from_tensor_slices((job.paths, [*range(len(job.paths))])).shuffle(len(job.paths))
-    images = items.map(load, num_parallel_calls=num_threads, deterministic=False).batch(job.args.batch_size)
+    images = items.map(load, num_parallel_calls=num_threads, deterministic=False).batch(
+        job.args.optimization.batch_size
+    )
     return images.prefetch(2).as_numpy_iterator
 
 
@@ -157,7 +166,7 @@ def streaming(job: Namespace) -> Pass:
     with job.module.MDSWriter(out=job.folder, columns={"jpeg": "bytes", "number": "int"}) as out:
         for number, path in enumerate(job.paths):
             out.write({"jpeg": Path(path).read_bytes(), "number": number})
-    size = job.args.batch_size
+    size = job.args.optimization.batch_size
     return torchvision_uint8(job, job.module.StreamingDataset(local=job.folder, shuffle=True, batch_size=size))
 
 
@@ -262,6 +271,13 @@ def cpu_seconds(groups: Iterable[int]) -> float:
     return total
 
 
+class _Numbered(Subset):
+    """Images whose labels are their numbers."""
+
+    def label(self, number: int) -> int:
+        return int(number)
+
+
 def start(options: Namespace, argv: list[str], stack: ExitStack) -> list[Racer]:
     """Start our loader and others on the first of this process's cores, for evenly spaced JPEGs of the training set."""
     if not hasattr(os, "sched_setaffinity"):
@@ -271,13 +287,13 @@ def start(options: Namespace, argv: list[str], stack: ExitStack) -> list[Racer]:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     words = ["--data-path", options.data_path, "--batch-size", 64, "--workers", options.cores * (options.cores > 1)]
     args = config.parse_args([*map(str, words), "--device", "cpu", *argv])
-    source = data.open_split(f"{options.data_path}/train", args)
+    source = data.open_split(f"{options.data_path}/train", args.data)
     jpegs = [n for n in range(len(source)) if source.path(n).lower().endswith((".jpg", ".jpeg"))]
-    num_images = min(options.images, len(jpegs)) // args.batch_size * args.batch_size
+    size = args.optimization.batch_size
+    num_images = min(options.images, len(jpegs)) // size * size
     if not num_images or not os.path.isfile(source.path(0)):
-        raise UserError(f"{options.data_path}/train: expected class folders with {args.batch_size} JPEGs at least")
-    source = Subset(source, jpegs[:: len(jpegs) // num_images][:num_images])
-    source.label = int  # a label is an image's number
+        raise UserError(f"{options.data_path}/train: expected class folders with {size} JPEGs at least")
+    source = _Numbered(source, jpegs[:: len(jpegs) // num_images][:num_images])
     paths, folder = [source.path(n) for n in range(num_images)], stack.enter_context(TemporaryDirectory())
     job = Namespace(args=args, source=source, paths=paths, folder=folder)
     return [Racer(name, job, stack) for name in dict.fromkeys(["ours", *options.against])]

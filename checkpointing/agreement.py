@@ -13,16 +13,18 @@ from torch import nn
 from checkpointing.guard import describe_environment, describe_processor, describe_set
 from distributed import collectives
 from errors import UserError
-from settings.options import AS_TYPED, BY_NAME, OWN, parse_allowed
+from settings.options import BY_NAME, parse_allowed
+from settings.rules import AS_TYPED, OWN
+from settings.stages import Resolved
 
-# Of the environment: how a machine computes, which may round sums differently and changes no pixel. It is printed.
+# Facts of the environment that may change rounding but no pixel: differences are printed, not refused.
 _OF_MACHINE = ("cpu", "gpu", "processor", "python")
 
 # How many differences a line names.
 _MOST_NAMED = 12
 
 
-def check_processes(args: Any) -> None:
+def check_processes(args: Resolved) -> None:
     """Refuse ranks whose options, own code or versions are not rank 0's; print in what their machines differ.
 
     Call it right after the processes have joined: with other options they might wait for each other for ever.
@@ -30,13 +32,13 @@ def check_processes(args: Any) -> None:
     """
     if collectives.get_world_size() == 1:
         return
-    found = {**describe_environment(args), "processor": describe_processor()}
+    found = {**describe_environment(args.data, args.distributed), "processor": describe_processor()}
     versions = {name: [f"{name} {value}", ""] for name, value in found.items()}
     machine = {name: versions.pop(name) for name in ("threads", *_OF_MACHINE) if name in versions}
     machine["threads"] = [f"{found['threads']} threads (OMP_NUM_THREADS)", ""]
     ranks = collectives.gather_plain([{**_describe_options(args), **versions}, machine])
     must_agree = [rank[0] for rank in ranks]
-    if args.use_deterministic_algorithms and "threads" not in parse_allowed(args.allow_change):
+    if args.precision.use_deterministic_algorithms and "threads" not in parse_allowed(args.checkpoint.allow_change):
         # Another number of threads is another order of sums, and with it other bits.
         must_agree = [{**rank[0], "threads": rank[1]["threads"]} for rank in ranks]
     differences = _differing(must_agree, "differs from")
@@ -45,7 +47,7 @@ def check_processes(args: Any) -> None:
     differences = _differing([rank[1] for rank in ranks], "computes otherwise than")
     if differences:
         # A cluster of two kinds of machines can train; what it cannot promise is said.
-        if args.use_deterministic_algorithms:
+        if args.precision.use_deterministic_algorithms:
             differences += "; bit-identical results are not guaranteed"
         print(differences)
 
@@ -75,9 +77,7 @@ def check_images(datasets: tuple) -> tuple:
             ours |= {f"data of {name}: {key}": [f"data of {name}: {key} {facts[key]}", ""] for key in facts}
     ranks, verb = collectives.gather_plain(ours), "reads different images than"
     # A set that is missing comes first: all of its facts differ too, and would hide its name.
-    differences = _differing([{"sets": rank["sets"]} for rank in ranks], verb)
-    if not differences:
-        differences = _differing(ranks, verb)
+    differences = _differing([{"sets": rank["sets"]} for rank in ranks], verb) or _differing(ranks, verb)
     if differences:
         raise UserError(f"{differences}; give every process the same images", has_lines=True)
     return datasets
@@ -94,8 +94,7 @@ def check_weights(module: Any) -> Any:
     # A checksum of each: all weights from each rank would be gigabytes at rank 0.
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         whole = torch.atleast_1d(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8)
-        text = f"{type(module).__name__}.{name} {zlib.crc32(whole.numpy()):08x}"
-        ours[name] = [text, ""]
+        ours[name] = [f"{type(module).__name__}.{name} {zlib.crc32(whole.numpy()):08x}", ""]
     differences = _differing(collectives.gather_plain(ours), "starts from other weights than")
     if differences:
         advice = "give all the same --weights, draw from torch, numpy and random alone, or use processors of one kind"
@@ -103,28 +102,29 @@ def check_weights(module: Any) -> Any:
     return module
 
 
-def _describe_options(args: Any) -> dict[str, list[str]]:
+def _describe_options(args: Resolved) -> dict[str, list[str]]:
     """Return each option that ranks must share as it is typed, and where it is from; and hashes of own code."""
-    ours = {"--device": [f"--device {torch.device(args.device).type}", ""]}
+    ours = {"--device": [f"--device {torch.device(args.distributed.device).type}", ""]}
+    values = args.flat()
     for name, option in BY_NAME.items():
         if option.ranks == OWN:
             continue
         # Compared too: a given value holds against a checkpoint's or a model's own, to which an equal default yields.
         origin = "by default"
-        if name in args.typed:
+        if name in args.origin.typed:
             origin = "from the command line"
-        elif name in args.given:
+        elif name in args.origin.given:
             origin = "from the recipe"
         shown = option.flag
-        if option.ranks != AS_TYPED or name in args.typed:  # else rank 0's value will hold for all
-            shown = _typed(option.flag, getattr(args, name))
+        if option.ranks != AS_TYPED or name in args.origin.typed:  # else rank 0's value will hold for all
+            shown = _typed(option.flag, values[name])
         ours[option.flag] = [shown, origin]
-    ours["reference"] = [f"reference-global-batch {args.reference_global_batch}", ""]
-    for text in args.code.split(", ") if args.code else ():
+    ours["reference"] = [f"reference-global-batch {args.optimization.reference_global_batch}", ""]
+    for text in filter(None, args.origin.code.split(", ")):
         name, _, digest = text.rpartition(" ")
-        option, _, module = name.partition(" ")
+        own, _, module = name.partition(" ")
         what = f"the module {module}" if module else "the file"
-        whose = f"{what} of {BY_NAME[option].flag}"
+        whose = f"{what} of {BY_NAME[own].flag}"
         ours.setdefault(whose, [whose, ""])[0] += f" {digest}"  # --metrics may name several
     return ours
 
@@ -135,8 +135,7 @@ def _typed(flag: str, value: Any) -> str:
         return f"no {flag}"
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"
-    values = value if isinstance(value, list) else [value]
-    return shlex.join([flag, *map(str, values)])
+    return shlex.join([flag, *map(str, value if isinstance(value, list) else [value])])
 
 
 def _differing(ranks: Sequence[Mapping[str, list[str]]], verb: str) -> str:

@@ -4,7 +4,7 @@ import argparse
 import io
 import os
 import zipfile
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ def load_checkpoint(source: Path | bytes, name: str, *, takes_namespace: bool = 
         MemoryError: it is larger than the free memory.
     """
     stream = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
-    allowed = nullcontext()
+    allowed: AbstractContextManager = nullcontext()
     # A script may have allowed the class for itself; leaving the context would forbid it again.
     if takes_namespace and argparse.Namespace not in torch.serialization.get_safe_globals():
         allowed = torch.serialization.safe_globals([argparse.Namespace])

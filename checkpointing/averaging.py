@@ -55,8 +55,7 @@ def average_weights(sources: Sequence[Any], read: Callable[[Any], Weights]) -> W
                     f"{source}: {name} is {tensor.dtype}, or not finite, and cannot be averaged; remove this file"
                 )
             # As wide as there is: a sum of float16 overflows beyond 65,504, and integers stay exact as such.
-            wide = tensor.double() if tensor.is_floating_point() else tensor.long()
-            sums[name] = sums.get(name, 0) + wide
+            sums[name] = sums.get(name, 0) + (tensor.double() if tensor.is_floating_point() else tensor.long())
     for name, tensor in first.items():
         rounding = None if tensor.is_floating_point() else "floor"
         mean = torch.div(sums[name], len(sources), rounding_mode=rounding)
@@ -81,7 +80,7 @@ def as_checkpoint(weights: Weights, **more: Any) -> dict[str, Any]:
     args = {name: value for name, value in weights.options.items() if _is_plain(value)}
     plain = OrderedDict(weights)
     if hasattr(weights, "_metadata"):  # the modules' version notes
-        plain._metadata = OrderedDict(weights._metadata)
+        vars(plain)["_metadata"] = OrderedDict(weights._metadata)
     return {"model": plain, "args": args, **known, **more}
 
 
@@ -110,6 +109,6 @@ def store_model_weights(
     path, model, stream = Path(os.path.abspath(checkpoint_path)), copy.deepcopy(model), io.BytesIO()
     model.load_state_dict(extract_state_dict(read_content(path), checkpoint_key, str(path)), strict=strict)
     torch.save(model.state_dict(), stream)
-    output = path.with_name(f"weights-{hashlib.sha256(stream.getbuffer()).hexdigest()[:8]}.pth")
-    write_atomically(output, stream.getbuffer())
+    output = path.with_name(f"weights-{hashlib.sha256(stream.getvalue()).hexdigest()[:8]}.pth")
+    write_atomically(output, stream.getvalue())
     return str(output)

@@ -85,19 +85,17 @@ class RunState:
         if start_epoch not in (None, next_epoch, self.epoch + is_complete, state["args"]["start_epoch"]):
             raise UserError(f"--start-epoch {start_epoch}, but the checkpoint is at {next_epoch}; remove --start-epoch")
         if self.epoch >= epochs:
-            raise UserError(
-                f"--epochs {epochs}, but the checkpoint is in epoch {self.epoch} (from 0); give more epochs"
-            )
+            place = f"epoch {self.epoch} (from 0)"
+            raise UserError(f"--epochs {epochs}, but the checkpoint is in {place}; give more epochs")
         print(f"resumed step {self.step} (epoch {self.epoch}, step {self.steps} of {self.steps_per_epoch} in it)")
 
     def state_dict(self) -> dict:
         """Return plain data, which loads without code: dicts, lists, strings, numbers and tensors."""
-        is_complete = self.steps == self.steps_per_epoch
         return {
             "format": FORMAT,
             **{name: part.state_dict() for name, part in self.parts.items()},
             # As torchvision's scripts mean it: the last epoch that is complete, after which a resume begins the next.
-            "epoch": self.epoch if is_complete else self.epoch - 1,
+            "epoch": self.epoch - (self.steps != self.steps_per_epoch),
             "step": self.step,
             "position": {"epoch": self.epoch, "steps": self.steps, "is_evaluated": self.is_evaluated},
             **self.bests,
@@ -130,12 +128,12 @@ class RunState:
         """Return the last lines of a finished run, which took so many hours in all, if that is known."""
         took = f" in {duration(3600 * hours)}" if isinstance(hours, float) else ""
         done = f"finished {counted(self.epoch + 1, 'epoch')}, {counted(self.step, 'step')}{took}; all in {folder}"
-        lines = [
-            f"best {best['metric']} {best['value']:.3f}, after step {best['step']}: {folder}/{name}.pth"
-            for name, best in self.bests.items()
-            if best is not None
-        ]
-        return "\n".join([done, *lines])
+        lines = [done]
+        for name, best in self.bests.items():
+            if best is not None:
+                value = f"{best['metric']} {best['value']:.3f}, after step {best['step']}"
+                lines.append(f"best {value}: {folder}/{name}.pth")
+        return "\n".join(lines)
 
 
 def copy_to_host(state: dict) -> dict:

@@ -29,19 +29,15 @@ def explain(name: str, error: Exception) -> str:
     # Torch's message names the first class or function that the file would have to run.
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found and found[1] == "argparse.Namespace":
-        return (
-            f"{name} is a checkpoint of another script, such as torchvision's: it holds an argparse.Namespace; to "
-            "start from its weights, pass it to --weights"
-        )
+        origin = "of another script, such as torchvision's: it holds an argparse.Namespace"
+        return f"{name} is a checkpoint {origin}; to start from its weights, pass it to --weights"
     if found and found[1].startswith("numpy."):
         return (
             f"{name} contains numpy objects ({found[1]}), which need code to load; save float(x) or x.tolist() instead"
         )
     if found:
         return f"{name} contains code ({found[1]}) and was refused; nothing in it was run; give a plain state_dict()"
-    reason = type(error).__name__  # an EOFError has no text
-    if str(error):
-        reason = str(error).splitlines()[0].split(". ")[0]
+    reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]  # an EOFError has no text
     return f"{name} is damaged or no checkpoint ({reason[:160]}; nothing in it was run)"
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torchvision
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from checkpointing.class_order import check_classes
 from checkpointing.preprocessing import choose_preprocessing, preprocessing_line, text_of, usable_preprocessing
@@ -20,30 +19,33 @@ from checkpointing.published import (
 from checkpointing.weights import BARE, HUB, Weights, fetch_from_hub, load_weights
 from distributed.watch import watchdog
 from errors import UserError
-from settings.options import BY_NAME, NEEDED, STATISTICS, fit_statistics, is_same_model, split_custom
+from settings.options import BY_NAME, NEEDED, STATISTICS, fit_statistics, is_same_model
 from settings.packages import find_timm_config, require_timm
+from settings.rules import split_custom
+from settings.stages import Options, Parsed
 
 
-def start_weights(args: Any, val: Dataset) -> dict[str, Tensor]:
+def start_weights(args: Parsed, val: Any) -> dict[str, Tensor]:
     """Return the state dict that `--weights` names.
 
     Raises:
         UserError: it names no weights, or weights that cannot be evaluated on the classes of the validation set `val`.
     """
     watchdog.note_progress("reading the first weights")
-    if not is_stored(args.weights):
-        return fetch_published(resolve_weights(args), f"--weights {args.weights}")
-    weights = read_weights(args.weights, is_average=args.ema)
+    if not is_stored(args.model.weights):
+        return fetch_published(resolve_weights(args.model), f"--weights {args.model.weights}")
+    weights = read_weights(args.model.weights, is_average=args.model.ema)
     # An evaluation has read them for their options before; they need not stay in memory beside the model.
     read_weights.cache_clear()
-    print(f"--weights {args.weights}: {weights.kind}")
+    print(f"--weights {args.model.weights}: {weights.kind}")
     known = {**usable_preprocessing(weights.options), "model_kwargs": weights.options.get("model_kwargs")}
-    known |= {name: fit_statistics(known[name], args.in_chans) for name in STATISTICS if name in known}
+    known |= {name: fit_statistics(known[name], args.data.in_chans) for name in STATISTICS if name in known}
+    values = args.flat()
     for name in (*STATISTICS, "model_kwargs"):
         # A line and no refusal: fine-tuning at another size or with other statistics may be meant.
-        if known.get(name) and known[name] != getattr(args, name) and name not in args.given:
+        if known.get(name) and known[name] != values[name] and name not in args.origin.given:
             another = f"another {BY_NAME[name].flag}: {text_of(known[name])}"
-            print(f"--weights {args.weights} was trained with {another}; give it to keep it")
+            print(f"--weights {args.model.weights} was trained with {another}; give it to keep it")
     check_classes(weights, args, val)
     return weights
 
@@ -64,7 +66,7 @@ def read_weights(name: str, *, is_average: bool) -> Weights:
     return weights
 
 
-def choose_published_options(args: Any) -> tuple[Any, list[str]]:
+def choose_published_options(args: Options) -> tuple[Options, list[str]]:
     """Return the options with the preprocessing that belongs to the model or to its weights, and a line about it.
 
     Training takes that of timm's configuration for timm's models, with the size of training crops, and the options'
@@ -75,44 +77,44 @@ def choose_published_options(args: Any) -> tuple[Any, list[str]]:
         UserError: `--weights` names neither a file nor published weights of the model, or nothing is known of the
             preprocessing of a model to evaluate.
     """
-    if args.test_only and args.resume:
+    if args.checkpoint.test_only and args.checkpoint.resume:
         return args, []
-    is_timms = args.model.startswith("timm/")
-    is_torchvisions = args.model in torchvision.models.list_models(module=torchvision.models)
-    if not (is_timms or is_torchvisions or split_custom(args.model)):
+    is_timms = args.model.model.startswith("timm/")
+    is_torchvisions = args.model.model in torchvision.models.list_models(module=torchvision.models)
+    if not (is_timms or is_torchvisions or split_custom(args.model.model)):
         return args, []  # `models.check_model` refuses it, and knows the names that are alike
-    source = f"--weights {args.weights}"
+    source = f"--weights {args.model.weights}"
     published = None
-    if args.weights and not is_stored(args.weights):
-        published = resolve_weights(args)
-    if args.test_only and published:
+    if args.model.weights and not is_stored(args.model.weights):
+        published = resolve_weights(args.model)
+    if args.checkpoint.test_only and published:
         args, origin = choose_preprocessing(args, source, *describe_published(published))
-    elif args.test_only:
-        weights = read_weights(args.weights, is_average=args.ema)
-        add_published_options(weights, args.model)
+    elif args.checkpoint.test_only:
+        weights = read_weights(args.model.weights, is_average=args.model.ema)
+        add_published_options(weights, args.model.model)
         args = _with_model_options(args, weights, source)
         args, origin = choose_preprocessing(args, source, weights.options, weights.origin)
-    elif {*NEEDED, "crop_mode"} <= {*args.given} or not is_timms or find_timm_config(args.model) is None:
+    elif {*NEEDED, "crop_mode"} <= {*args.origin.given} or not is_timms or find_timm_config(args.model.model) is None:
         return args, []
     else:
-        args, origin = choose_preprocessing(args, f"--model {args.model}")
-        if not {"train_crop_size", "val_crop_size"} & {*args.given}:
-            args = args.replaced(train_crop_size=args.val_crop_size)
-            origin += f"; --train-crop-size {args.train_crop_size} likewise"
+        args, origin = choose_preprocessing(args, f"--model {args.model.model}")
+        if not {"train_crop_size", "val_crop_size"} & {*args.origin.given}:
+            args = args.replaced(train_crop_size=args.augmentation.val_crop_size)
+            origin += f"; --train-crop-size {args.augmentation.train_crop_size} likewise"
     return args, [preprocessing_line(args, origin)]
 
 
-def _with_model_options(args: Any, weights: Weights, source: str) -> Any:
+def _with_model_options(args: Options, weights: Weights, source: str) -> Options:
     """Return the options with the channels and keyword arguments that the model of weights has; refuse another model.
 
     Models of other names, or with another activation, may have weights of the same names and shapes.
     """
     saved = weights.options.get("model")
-    if saved and not is_same_model(_without_tag(saved), _without_tag(args.model)):
-        raise UserError(f"{source} is of {saved}, and --model is {args.model}; give --model {saved}")
+    if saved and not is_same_model(_without_tag(saved), _without_tag(args.model.model)):
+        raise UserError(f"{source} is of {saved}, and --model is {args.model.model}; give --model {saved}")
     known = {name: weights.options.get(name) for name in ("in_chans", "model_kwargs", "multi_label", "bce_loss")}
     known = {name: value for name, value in known.items() if value and BY_NAME[name].is_value(value)}
-    return args.replaced(**{name: value for name, value in known.items() if name not in args.given})
+    return args.replaced(**{name: value for name, value in known.items() if name not in args.origin.given})
 
 
 def _without_tag(model: str) -> str:

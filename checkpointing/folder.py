@@ -150,7 +150,7 @@ class CheckpointFolder:
         """
         self._damaged = []
         # The linked names last, in case the numbered files are gone.
-        for path in [*numbered(self.folder), *(self.folder / name for name in LINKED_FILES)]:
+        for path in [*numbered(self.folder), *map(self.folder.joinpath, LINKED_FILES)]:
             try:
                 return read_checkpoint(path, str(path))
             except StorageError:
@@ -185,10 +185,8 @@ class CheckpointFolder:
         if overwrite and is_here:
             raise UserError(f"--overwrite would remove {resume}, which --resume needs; give only one of them")
         if not overwrite and not is_here and self._holds_other_run(resume):
-            raise UserError(
-                f"--output-dir {self.folder} already holds a run; give --resume auto to resume it, --overwrite to "
-                "remove it, or another folder"
-            )
+            advice = "give --resume auto to resume it, --overwrite to remove it, or another folder"
+            raise UserError(f"--output-dir {self.folder} already holds a run; {advice}")
 
     def _is_elsewhere(self, resume: str) -> bool:
         """Tell whether `--resume` names a file outside this folder."""
@@ -205,8 +203,7 @@ class CheckpointFolder:
         """
         origins = []
         if resume:
-            named = [Path(resume), *(Path(resume).with_name(name) for name in BEST_FILES)]
-            origins = [path for path in named if path.is_file()]
+            origins = [path for path in (Path(resume), *map(Path(resume).with_name, BEST_FILES)) if path.is_file()]
         for path in own_files(self.folder, STATE_FILES):
             if not (path.is_file() and any(filecmp.cmp(path, origin, shallow=False) for origin in origins)):
                 return True
@@ -245,8 +242,7 @@ class CheckpointFolder:
 
     def _erase(self) -> None:
         """Remove a run's files, and no others; checkpoints first, newest first: a kill leaves none to resume."""
-        linked = [self.folder / name for name in LINKED_FILES]
-        for path in [*numbered(self.folder), *linked, *own_files(self.folder)]:
+        for path in [*numbered(self.folder), *map(self.folder.joinpath, LINKED_FILES), *own_files(self.folder)]:
             if not path.is_dir() and path.name != ".lock":
                 path.unlink(missing_ok=True)
 
@@ -325,8 +321,12 @@ class CheckpointFolder:
                 self.print_line(f"warning: metrics.jsonl in {self.folder} is not durable: {error.strerror or error}")
         # Nearly the size of the file, for the line about a full disk.
         num_bytes = sum(tensor.nbytes for tensor in filter(torch.is_tensor, tree_iter(state)))
-        # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
-        return self.commit(state["step"], lambda file: torch.save(state, _ProgressFile(file)), num_bytes, best_now)
+
+        def write(file: BinaryIO) -> None:
+            # Through a file object, so that a full disk is an OSError with its cause and not a bare RuntimeError.
+            torch.save(state, _ProgressFile(file))  # type: ignore[arg-type]  # torch's asks for more than it uses
+
+        return self.commit(state["step"], write, num_bytes, best_now)
 
     def commit(self, step: int, content: bytes | Callable, num_bytes: int, best_now: Iterable[str]) -> str | None:
         """Write a checkpoint's content, as of `write_atomically`; returns as `save`."""

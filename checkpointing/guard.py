@@ -21,10 +21,12 @@ from errors import UserError, one_line
 from settings import __version__
 from settings.choices import SCHEDULES, TABLES
 from settings.machine import fast_decoder
-from settings.options import BY_NAME, FREE, SILENT, is_filled_in, is_same_model, parse_allowed
+from settings.options import BY_NAME, DataOptions, DistributedOptions, is_filled_in, is_same_model, parse_allowed
+from settings.rules import FREE, SILENT
+from settings.stages import Resolved
 
-# Set by the script, not by the user.
-_DERIVED = {"distributed", "given", "gpu", "num_shards", "rank", "reference_global_batch", "trusted", "typed"}
+# Set by the script, not by the user; `is_launched` is saved as "distributed".
+_DERIVED = {"distributed", "given", "gpu", "is_launched", "num_shards", "rank", "reference_global_batch", "typed"}
 
 
 def describe_data(train: Any | None, val: Any) -> dict:
@@ -39,10 +41,10 @@ def describe_set(dataset: Any) -> dict:
     return {"num_images": len(dataset), "fingerprint": dataset.index.fingerprint(), **dataset.index.identity()}
 
 
-def describe_environment(args: Any) -> dict[str, Any]:
+def describe_environment(data_options: DataOptions, distributed: DistributedOptions) -> dict[str, Any]:
     """Return all that a run's numbers may depend on: versions, processor, code revision, threads and processes."""
     decoder = f"pillow {PIL.__version__} {features.version('libjpeg_turbo') or features.version('jpg')}"
-    torchcodec = fast_decoder(args)
+    torchcodec = fast_decoder(data_options)
     if torchcodec:
         decoder = f"torchcodec {torchcodec}, {decoder}"
     found = {
@@ -54,7 +56,7 @@ def describe_environment(args: Any) -> dict[str, Any]:
         "revision": describe_revision(Path(__file__).parent.parent),
         "source": hash_project(Path(__file__).parent.parent),
         "threads": torch.get_num_threads(),
-        "world_size": args.world_size,
+        "world_size": distributed.world_size,
     }
     # Of PNG, BMP and PPM, which lose nothing, every decoder makes the same pixels.
     found |= {name: features.version(name) for name in ("avif", "libtiff", "webp") if features.check(name)}
@@ -65,12 +67,12 @@ def describe_environment(args: Any) -> dict[str, Any]:
     with suppress(PackageNotFoundError):
         # Not timm.__version__: the import takes seconds.
         found["timm"] = version("timm")
-    kind = torch.device(args.device or "cpu").type
+    kind = torch.device(distributed.device or "cpu").type
     if kind == "cpu":
         # Kernels of another instruction set may add in another order; torch's draws need AVX2 to be equal.
         found["cpu"] = torch.backends.cpu.get_cpu_capability()
     if kind == "cuda" and torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(args.device)
+        found["gpu"] = torch.cuda.get_device_name(distributed.device)
         libraries = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "cudnn": torch.backends.cudnn.version()}
         found |= {name: str(value) for name, value in libraries.items() if value is not None}
     return found
@@ -98,8 +100,7 @@ def describe_revision(folder: Path) -> str | None:
     except OSError:
         return None
     commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), None)
-    is_dirty = any(not line.startswith("# ") for line in lines)
-    return f"{commit}-dirty" if commit and is_dirty else commit
+    return f"{commit}-dirty" if commit and any(not line.startswith("# ") for line in lines) else commit
 
 
 def hash_project(folder: Path) -> str:
@@ -113,18 +114,18 @@ def hash_project(folder: Path) -> str:
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
-def run_facts(args: Any, train: Any, val: Any, more: dict[str, Any] | None = None) -> dict:
+def run_facts(args: Resolved, train: Any, val: Any, more: dict[str, Any] | None = None) -> dict:
     """Return the plain values that describe a run in its checkpoints and in run.json."""
     return {
-        "args": dict(vars(args)),
-        "shards": {"global_batch_size": args.global_batch_size, "num_shards": args.num_shards},
+        "args": args.as_saved(),
+        "shards": {"global_batch_size": args.optimization.global_batch_size, "num_shards": args.distributed.num_shards},
         "data": describe_data(train, val),
         "eval_data": {name: describe_set(each) for name, each in (more or {}).items()},
-        "environment": describe_environment(args),
+        "environment": describe_environment(args.data, args.distributed),
     }
 
 
-def find_hashes(args: Any, data: dict, model: torch.nn.Module, resumed: dict | None = None) -> dict[str, str]:
+def find_hashes(args: Resolved, data: dict, model: torch.nn.Module, resumed: dict | None = None) -> dict[str, str]:
     """Return hashes by which two machines are compared: of data, of options that change numbers, of first weights.
 
     They are the same for every form and path of the images, on any number of processes, and in a resumed run.
@@ -133,7 +134,9 @@ def find_hashes(args: Any, data: dict, model: torch.nn.Module, resumed: dict | N
     sets = [[each.get(fact) for fact in facts] for each in (data, data["val"])]
     # The options by the table that refuses a changed one: whoever adds an option need not think of this hash.
     names = [name for name, option in BY_NAME.items() if option.resume not in (FREE, SILENT)]
-    values = [getattr(args, name) for name in names] + [_code_of_numbers(args.code), args.reference_global_batch]
+    all_values = args.flat()
+    values = [all_values[name] for name in names]
+    values += [_code_of_numbers(args.origin.code), args.optimization.reference_global_batch]
     # The same code of one's own may lie in another folder of another machine; its content is in `args.code`.
     options = [os.path.basename(text) if ".py:" in text else text for text in map(str, values)]
     state = {name: torch.atleast_1d(each) for name, each in model.state_dict().items() if torch.is_tensor(each)}
@@ -141,17 +144,16 @@ def find_hashes(args: Any, data: dict, model: torch.nn.Module, resumed: dict | N
     rows = [each[:: max(len(each) // 16, 1)].cpu().contiguous().flatten() for each in state.values()]
     sums = [zlib.crc32(each.view(torch.uint8).numpy()) for each in rows]
     parts = {"data": [data["classes"], *sets], "options": options, "weights": [*state, *sums]}
-    hashes = {}
-    for name, part in parts.items():
-        # Eight digits, since people compare them by eye on two machines.
-        hashes[name] = hashlib.sha256(repr(part).encode(errors="replace")).hexdigest()[:8]
+    # Eight digits, since people compare them by eye on two machines.
+    digests = {name: hashlib.sha256(repr(part).encode(errors="replace")) for name, part in parts.items()}
+    hashes = {name: digest.hexdigest()[:8] for name, digest in digests.items()}
     if resumed is not None:
         # The first weights are gone by now: the checkpoint carries their hash along.
         hashes["weights"] = resumed.get("hashes", {}).get("weights", "unknown")
     return hashes
 
 
-def check_options(state: dict, args: Any) -> None:
+def check_options(state: dict, args: Resolved) -> None:
     """Check that the options compute the same numbers as the checkpoint's run; print harmless and allowed differences.
 
     The caller has neither read data nor set the micro-batches yet.
@@ -160,18 +162,18 @@ def check_options(state: dict, args: Any) -> None:
         UserError: a difference changes numbers, and `--allow-change` does not name it.
     """
     saved = state["environment"]
-    current = describe_environment(args)
-    is_deterministic = args.use_deterministic_algorithms
+    current = describe_environment(args.data, args.distributed)
+    is_deterministic = args.precision.use_deterministic_algorithms
     differing = _differing_options(state["args"], args)
     # Sums over one and two CPU threads differed in bits after two steps of a ResNet-18; each repeats itself.
     for name in ("world_size", "threads") if is_deterministic else ("world_size",):
         if saved[name] != current[name]:
             differing[name] = (saved[name], current[name])
-    allowed = parse_allowed(args.allow_change)
+    allowed = parse_allowed(args.checkpoint.allow_change)
     free = [name for name in differing if _is_free(name, args)]
     refused = {name: values for name, values in differing.items() if name not in allowed and name not in free}
     if refused:
-        raise _refusal(args, refused)
+        raise _refusal(args.checkpoint.resume, refused)
 
     shown = {name: _difference(name, *values) for name, values in differing.items()}
     _print_joined("changed as --allow-change says: ", [text for name, text in shown.items() if name in allowed])
@@ -182,13 +184,13 @@ def check_options(state: dict, args: Any) -> None:
     versions = [_difference(name, saved[name], current[name]) for name in names if saved[name] != current[name]]
     versions += [shown[name] for name in differing if name == "device"]
     # Versions are printed and never refused: the run cannot have the old ones back, but its bits may now be others.
-    consequence = ""
-    if is_deterministic:
-        consequence = "; bit-identical results are not guaranteed"
+    consequence = "; bit-identical results are not guaranteed" if is_deterministic else ""
     _print_joined("versions that changed: ", versions, consequence)
 
 
-def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more: dict[str, Any] | None = None) -> None:
+def check_data(
+    state: dict | None, args: Resolved, train: Any | None, val: Any, more: dict[str, Any] | None = None
+) -> None:
     """Raise UserError if there is a checkpoint, and its model, classes or images are not those of this run.
 
     Without a training set the checkpoint is to be evaluated, and the images may differ.
@@ -196,34 +198,34 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
     if state is None:
         return
     saved, num_classes = state["data"], len(val.classes)
-    source = f"the checkpoint of --resume {args.resume} holds"
+    resume = f"--resume {args.checkpoint.resume}"
     # Before a model is built: what torch says of weights that do not fit is a page of names and shapes.
-    if not is_same_model(state["args"]["model"], args.model):
-        raise UserError(
-            f"{source} a {state['args']['model']}, but --model is {args.model}; give that model, or another file"
-        )
+    model = state["args"]["model"]
+    if not is_same_model(model, args.model.model):
+        misfit = f"a {model}, but --model is {args.model.model}; give that model, or another file"
+        raise UserError(f"the checkpoint of {resume} holds {misfit}")
     if saved["num_classes"] != num_classes:
-        images = args.data_path if args.synthetic is None else f"--synthetic {args.synthetic}"
+        images = args.data.data_path if args.data.synthetic is None else f"--synthetic {args.data.synthetic}"
         advice = "pass it to --weights to fine-tune instead" if train else "give images of the checkpoint's classes"
-        raise UserError(f"{source} {saved['num_classes']} classes but {images} has {num_classes}; {advice}")
-    refusal = f"cannot {'evaluate' if train is None else 'resume'} (--resume {args.resume})"
+        misfit = f"{saved['num_classes']} classes but {images} has {num_classes}; {advice}"
+        raise UserError(f"the checkpoint of {resume} holds {misfit}")
+    refusal = f"cannot {'evaluate' if train is None else 'resume'} ({resume})"
     refused = compare_classes(saved["classes"], val.classes, refusal)
-    notes = []
+    notes: list[str] = []
     if train is not None:
         if saved["num_images"] != len(train):
-            raise UserError(
-                f"cannot resume (--resume {args.resume}): "
-                f"{_difference('num_images', saved['num_images'], len(train))}; the saved position counts steps over "
-                "all images, so this cannot be changed"
-            )
+            numbers = _difference("num_images", saved["num_images"], len(train))
+            why = "the saved position counts steps over all images, so this cannot be changed"
+            raise UserError(f"{refusal}: {numbers}; {why}")
         refused += _compare_sets("train", saved, describe_set(train), notes)
-    if args.minival:
+    if args.data.minival:
         from checkpointing.held_out import warn_trained_on
 
-        warn_trained_on(f"--resume {args.resume}", state["args"], saved, args, val)
+        warn_trained_on(resume, state["args"], saved, args.data, val)
     sets = dict(more or {})
     # Two folds or fractions of the training images are different sets by intention, and not compared.
-    if (state["args"].get("minival"), state["args"].get("minival_fold", 0)) == (args.minival, args.minival_fold):
+    held_out = (state["args"].get("minival"), state["args"].get("minival_fold", 0))
+    if held_out == (args.data.minival, args.data.minival_fold):
         sets = {"val": val, **sets}
     known = {"val": saved["val"], **state.get("eval_data", {})}
     # An evaluation of other images is asked for; in a resumed run the results before and after could not be compared.
@@ -231,13 +233,13 @@ def check_data(state: dict | None, args: Any, train: Any | None, val: Any, more:
     for name in [name for name in sets if name in known]:  # sets of --eval-data may come and go
         differences += _compare_sets(name, known[name], describe_set(sets[name]), notes)
     if refused:
-        refuse_data(args, refusal, refused)
+        refuse_data(args.checkpoint.allow_change, refusal, refused)
     _print_joined("", notes)
 
 
-def refuse_data(args: Any, refusal: str, differences: list[str]) -> None:
+def refuse_data(allow_change: str | None, refusal: str, differences: list[str]) -> None:
     """Refuse other data, unless `--allow-change data` is given."""
-    if "data" not in parse_allowed(args.allow_change):
+    if "data" not in parse_allowed(allow_change):
         raise UserError(f"{refusal}: {'; '.join(differences)}; to continue with them, give --allow-change data")
     _print_joined("changed as --allow-change says: ", differences)
 
@@ -274,8 +276,7 @@ def _compare_sets(name: str, saved: dict, current: dict, notes: list[str]) -> li
         words = {key: _difference(f"data of {name}: {key}", saved[key], current[key]) for key in differing}
         return [f"{text}: {meanings[key]}" for key, text in words.items()]
     # Images that were made smaller keep names and labels. A few sizes may differ: damaged files are replaced.
-    known = _sampled_sizes(saved)
-    found = _sampled_sizes(current)
+    known, found = _sampled_sizes(saved), _sampled_sizes(current)
     if 2 * len(known & found) < min(len(known), len(found)):
         return [f"data of {name}: most of {len(found)} compared images have different sizes (scripts.pack?)"]
     # A copied file has a new time too, and no image is read to find out: a line, not a refusal.
@@ -290,14 +291,14 @@ def _sampled_sizes(facts: dict) -> set[str]:
     return {*sample.split()} if isinstance(sample, str) else set()
 
 
-def _differing_options(saved: dict, args: Any) -> dict[str, tuple[Any, Any]]:
+def _differing_options(saved: dict, args: Resolved) -> dict[str, tuple[Any, Any]]:
     """Return (the checkpoint's value, the present one) of each option that differs."""
     differing = {}
-    for name, value in vars(args).items():
-        if name in (*_DERIVED, "world_size") or is_filled_in(name, args):
+    for name, value in args.flat().items():
+        if name in (*_DERIVED, "world_size") or is_filled_in(name, args.model.model, args.origin.given):
             continue
         # The first weights are of no more use, and an option that is newer than the checkpoint was off in its run.
-        if name not in args.given and (name == "weights" or name not in saved):
+        if name not in args.origin.given and (name == "weights" or name not in saved):
             continue
         if name == "global_batch_size" and value is None:  # the checkpoint's is taken
             continue
@@ -309,9 +310,10 @@ def _differing_options(saved: dict, args: Any) -> dict[str, tuple[Any, Any]]:
         if not _is_same_value(name, known, value):
             differing[name] = (known, value)
     # Rates are scaled by global batch / reference, so that another reference alone is another learning rate.
-    batches = (saved["reference_global_batch"], args.reference_global_batch)
-    if args.lr_scaling != "none" and batches[0] != batches[1]:
-        differing["lr_scaling"] = (f"{saved['lr_scaling']} from {batches[0]}", f"{args.lr_scaling} from {batches[1]}")
+    before, now = saved["reference_global_batch"], args.optimization.reference_global_batch
+    scaling = args.optimization.lr_scaling
+    if scaling != "none" and before != now:
+        differing["lr_scaling"] = (f"{saved['lr_scaling']} from {before}", f"{scaling} from {now}")
     return differing
 
 
@@ -331,43 +333,36 @@ def _code_of_numbers(code: str) -> str:
 
 def _changed_files(saved: str, current: str) -> list[str]:
     """Return in what two results of `hash_code` differ; metrics may come and go."""
-    saved_files = _hashes_by_file(saved)
-    current_files = _hashes_by_file(current)
-    changed = []
-    for name in {**saved_files, **current_files}:
-        if saved_files.get(name) == current_files.get(name):
-            continue
-        is_in_both = name in saved_files and name in current_files
-        if is_in_both or not name.startswith("metrics"):
-            changed.append(name)
-    return changed
+    saved_files, current_files = _hashes_by_file(saved), _hashes_by_file(current)
+    changed = [name for name in saved_files | current_files if saved_files.get(name) != current_files.get(name)]
+    both = saved_files.keys() & current_files.keys()
+    return [name for name in changed if name in both or not name.startswith("metrics")]
 
 
 def _hashes_by_file(code: str) -> dict[str, list[str]]:
     """Return the parts of a result of `hash_code` that change numbers by the names of their files."""
     files = {}
-    text = _code_of_numbers(code)
-    if text:
-        for part in text.split(", "):
-            files.setdefault(part.rpartition(" ")[0], []).append(part)
+    for part in filter(None, _code_of_numbers(code).split(", ")):
+        files.setdefault(part.rpartition(" ")[0], []).append(part)
     return files
 
 
-def _is_free(name: str, args: Any) -> bool:
+def _is_free(name: str, args: Resolved) -> bool:
     """Tell whether an option may change without permission; one without a rule may not."""
     if name == "epochs":  # a schedule spreads its rates over all epochs; the decay of an average follows from them
-        return not getattr(SCHEDULES.get(args.lr_scheduler), "uses_epochs", True) and not args.model_ema
+        return not (getattr(SCHEDULES.get(args.schedule.lr_scheduler), "uses_epochs", True) or args.model.model_ema)
     if name == "world_size":
         # BatchNorm sees the images of all processes; kernels are compiled for this number of processes.
-        return not args.sync_bn and not (args.compile is not None and args.use_deterministic_algorithms)
+        is_compiled = args.precision.compile is not None and args.precision.use_deterministic_algorithms
+        return not (args.model.sync_bn or is_compiled)
     if name == "grad_checkpointing":
-        return args.compile is None  # the compiler fuses other kernels then
+        return args.precision.compile is None  # the compiler fuses other kernels then
     if name == "weights":
-        return args.model not in ("googlenet", "inception_v3")  # these rescale inputs for published weights
+        return args.model.model not in ("googlenet", "inception_v3")  # these rescale inputs for published weights
     return name in BY_NAME and BY_NAME[name].resume in (FREE, SILENT)
 
 
-def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
+def _refusal(resume: str, differing: dict[str, tuple[Any, Any]]) -> UserError:
     """Return the error with all refused differences and the remedies: a line, or a line each if they are many."""
     fixed = [name for name in differing if name in BY_NAME and BY_NAME[name].why_fixed]
     changeable = [name for name in differing if name not in fixed]
@@ -376,7 +371,7 @@ def _refusal(args: Any, differing: dict[str, tuple[Any, Any]]) -> UserError:
         parts.insert(len(fixed), f"{_dashed(fixed).replace(',', ', ')} cannot be changed: give the checkpoint's")
     if changeable:
         parts.append(f"these change the run's results; to continue anyway, give --allow-change {_dashed(changeable)}")
-    begin = f"cannot resume (--resume {args.resume}):"
+    begin = f"cannot resume (--resume {resume}):"
     # More than three would be a line that nobody can read.
     if len(differing) > 3:
         return UserError("\n  ".join([begin, *parts]), has_lines=True)

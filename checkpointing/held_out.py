@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from settings.options import DataOptions
+
 
 def holds_out(options: dict[str, Any], fraction: float, fold: int) -> bool:
     """Tell whether a run with these options held out what this `--minival` and `--minival-fold` do, or more."""
@@ -15,19 +17,19 @@ def holds_out(options: dict[str, Any], fraction: float, fold: int) -> bool:
     return fold == saved_fold == 0 and fraction <= saved_fraction
 
 
-def warn_trained_on(source: str, options: dict[str, Any], images: Any, args: Any, val: Any) -> None:
+def warn_trained_on(source: str, options: dict[str, Any], images: Any, data_options: DataOptions, val: Any) -> None:
     """Print a line if weights were trained on images that `--minival`, which is given, holds out here.
 
     Args:
         source: the name of the weights.
         options: those of the run that trained them.
         images: the `data` of its checkpoint, if it has any.
-        args: the options of this run.
+        data_options: the options of this run.
         val: the validation set.
     """
     if not isinstance(images, dict):
         return
-    if holds_out(options, args.minival, args.minival_fold):
+    if holds_out(options, data_options.minival, data_options.minival_fold):
         return
     whole = getattr(val.index, "whole", val.index)
     facts = {**whole.identity(), "fingerprint": whole.fingerprint()}
@@ -35,6 +37,6 @@ def warn_trained_on(source: str, options: dict[str, Any], images: Any, args: Any
     # One of them is enough: a sample of sizes and a fingerprint are the same in folders, tars and packs.
     for name in ("path", "sample", "fingerprint"):
         if facts[name] is not None and known.get(name) == facts[name]:
-            part = f"--minival {args.minival} --minival-fold {args.minival_fold}"
+            part = f"--minival {data_options.minival} --minival-fold {data_options.minival_fold}"
             print(f"{source} has trained on images that {part} holds out: its accuracy here will be too high")
             return

@@ -27,7 +27,7 @@ class NodeCopies:
     def __init__(self, files: CheckpointFolder, thread: ThreadPoolExecutor) -> None:
         self.files, self.folder, self.thread = files, files.folder, thread
         self.writers: list[int] = []  # ranks that write checkpoints
-        self.group: dist.ProcessGroup | None = None  # theirs, if there are several
+        self.group: dist.ProcessGroup | int | None = None  # theirs, if there are several; a number on other ranks
         self.copying: Future | None = None
 
     def find_writers(self) -> list[int]:
@@ -72,8 +72,7 @@ class NodeCopies:
         wanted |= {self.folder / name: best["step"] for name, best in bests.items() if best}
         for path, step in wanted.items():
             have = collectives.gather_plain(self.files.find_step(path, step) is not None)
-            sources = [rank for rank in self.writers if have[rank]]
-            collectives.call_on(self.writers, self._fetch, path, step, sources)
+            collectives.call_on(self.writers, self._fetch, path, step, [rank for rank in self.writers if have[rank]])
         if source != 0:
             print(f"the newest checkpoint is the copy of rank {source}")
 

@@ -6,14 +6,12 @@ from typing import Any
 
 from errors import UserError, counted
 from settings.options import BY_NAME, NEEDED, PREPROCESSING, STATISTICS, fit_statistics, with_defaults
+from settings.stages import Options, Parsed
 
 
 def choose_preprocessing(
-    args: Any,
-    source: str,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    origin: str = "as in the checkpoint",
-) -> tuple[Any, str]:
+    args: Options, source: str, options: Mapping[str, Any] = MappingProxyType({}), origin: str = "as in the checkpoint"
+) -> tuple[Options, str]:
     """Return the options of an evaluation with the preprocessing that belongs to its weights, and where it comes from.
 
     Each of `PREPROCESSING` is the one that was given, else that of the weights' own options, else that of the model's
@@ -28,7 +26,7 @@ def choose_preprocessing(
     Raises:
         UserError: one of them is not known from anywhere.
     """
-    given = {name: getattr(args, name) for name in PREPROCESSING if name in args.given}
+    given = {name: value for name, value in preprocessing_of(args).items() if name in args.origin.given}
     known = usable_preprocessing(options)
     for name in PREPROCESSING:
         # What is there and of no use is no reason for a default: the accuracy would be wrong without a word.
@@ -40,8 +38,8 @@ def choose_preprocessing(
     if not {*NEEDED} <= {*known, *given}:
         from checkpointing.published import published_preprocessing
 
-        published, words = published_preprocessing(args.model, given.get("val_crop_size"))
-        fitted = {name: fit_statistics(published[name], args.in_chans) for name in STATISTICS if name in published}
+        published, words = published_preprocessing(args.model.model, given.get("val_crop_size"))
+        fitted = {name: fit_statistics(published[name], args.data.in_chans) for name in STATISTICS if name in published}
         found = [({**published, **fitted}, words), *found]
     values, origins = with_defaults({}), {}
     # The last one wins: what was typed, before what the weights were trained with, before what is published.
@@ -50,28 +48,33 @@ def choose_preprocessing(
         origins |= dict.fromkeys(part, words)
     missing = [BY_NAME[name].flag for name in PREPROCESSING if name not in values]
     if missing:
-        raise UserError(
-            f"{source} does not say how its images are prepared, and nothing is published about {args.model}; give "
-            f"{', '.join(missing)}"
-        )
+        unknown = f"how its images are prepared, and nothing is published about {args.model.model}"
+        raise UserError(f"{source} does not say {unknown}; give {', '.join(missing)}")
     # A mean for each channel tells how many the weights take; the model's own error would be one about shapes.
     for name in STATISTICS:
         number = len(values[name])
-        if number != args.in_chans:
+        if number != args.data.in_chans:
             raise UserError(
                 f"{source} is for {counted(number, 'channel')} (--{name} {text_of(values[name])}), and --in-chans is "
-                f"{args.in_chans}; give --in-chans {number}"
+                f"{args.data.in_chans}; give --in-chans {number}"
             )
     groups = {}
-    for name in filter(origins.get, PREPROCESSING):
-        groups.setdefault(origins[name], []).append(BY_NAME[name].flag)
-    words = [f"{each} ({', '.join(flags)})" if len(groups) > 1 else each for each, flags in groups.items()]
-    return args.replaced(**{name: values[name] for name in PREPROCESSING}), "; ".join(words)
+    for name in PREPROCESSING:
+        if origins.get(name):
+            groups.setdefault(origins[name], []).append(BY_NAME[name].flag)
+    texts = [f"{each} ({', '.join(flags)})" if len(groups) > 1 else each for each, flags in groups.items()]
+    return args.replaced(**{name: values[name] for name in PREPROCESSING}), "; ".join(texts)
 
 
-def preprocessing_line(values: Any, origin: str) -> str:
+def preprocessing_of(args: Parsed) -> dict[str, Any]:
+    """Return how images are prepared for an evaluation: the values of `PREPROCESSING`."""
+    values = args.flat()
+    return {name: values[name] for name in PREPROCESSING}
+
+
+def preprocessing_line(args: Parsed, origin: str) -> str:
     """Return the line about how images are prepared, and why; its options can be given to train.py and to the tools."""
-    shown = {name: getattr(values, name) for name in PREPROCESSING}
+    shown = preprocessing_of(args)
     shown = {name: value for name, value in shown.items() if name in NEEDED or value != BY_NAME[name].default}
     words = " ".join(f"{BY_NAME[name].flag} {text_of(value)}".strip() for name, value in shown.items())
     return f"preprocessing: {words}: {origin}"

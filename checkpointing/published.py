@@ -13,8 +13,9 @@ from torchvision.models import WeightsEnum
 from checkpointing.weights import Weights
 from distributed import collectives
 from errors import UserError, as_user_error, did_you_mean
-from settings.options import BY_NAME, STATISTICS, fit_statistics, split_custom
+from settings.options import BY_NAME, STATISTICS, ModelOptions, fit_statistics
 from settings.packages import find_timm_config
+from settings.rules import split_custom
 
 
 def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[str, Any], str]:
@@ -26,8 +27,7 @@ def published_preprocessing(model: str, crop: int | None = None) -> tuple[dict[s
         return {}, ""
     if not model.startswith("timm/"):
         return describe_published(next(iter(torchvision.models.get_model_weights(model))))
-    config = find_timm_config(model)
-    if config is None:
+    if find_timm_config(model) is None:
         return {}, ""
     return options_of_timm(model, {"img_size": crop}), f"as timm configures {model}"
 
@@ -44,7 +44,10 @@ def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
         if not (BY_NAME["in_chans"].is_value(channels) and height == crop):
             raise ValueError(f"it takes {channels} channels of {height} x {crop} px, expected 1, 3 or 4 of a square")
         # Rounded down, as timm's own evaluation does.
-        options = {"val_crop_size": crop, "val_resize_size": math.floor(crop / float(found["crop_pct"]))}
+        options: dict[str, Any] = {
+            "val_crop_size": crop,
+            "val_resize_size": math.floor(crop / float(found["crop_pct"])),
+        }
         options |= {each: fit_statistics([*map(float, found[each])], channels) for each in STATISTICS}
         options["in_chans"] = channels
     for each in ("interpolation", "crop_mode"):
@@ -62,7 +65,11 @@ def options_of_timm(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
 def describe_published(weights: WeightsEnum) -> tuple[dict[str, Any], str]:
     """Return the options that torchvision's weights are evaluated with, and words about them."""
     preset = weights.transforms()
-    options = {"mean": list(preset.mean), "std": list(preset.std), "interpolation": preset.interpolation.value}
+    options: dict[str, Any] = {
+        "mean": list(preset.mean),
+        "std": list(preset.std),
+        "interpolation": preset.interpolation.value,
+    }
     options |= {"val_resize_size": preset.resize_size[0], "val_crop_size": preset.crop_size[0]}
     return {**options, "weights": str(weights)}, f"as torchvision publishes {weights}"
 
@@ -84,21 +91,19 @@ def find_published(name: str, source: str) -> tuple[str, WeightsEnum]:
     if member:
         known = [f"{model}.{each}" for model, enum in enums.items() for each in enum.__members__]
     hint = did_you_mean(name, known) or ";"
-    raise UserError(
-        f"{source}: no such file, and no weights of torchvision's{hint} give a checkpoint, "
-        "or a name such as resnet50.IMAGENET1K_V2"
-    )
+    advice = "give a checkpoint, or a name such as resnet50.IMAGENET1K_V2"
+    raise UserError(f"{source}: no such file, and no weights of torchvision's{hint} {advice}")
 
 
-def resolve_weights(args: Any) -> WeightsEnum:
+def resolve_weights(model_options: ModelOptions) -> WeightsEnum:
     """Return the torchvision weights that `args.weights` names; UserError if the model has none of that name."""
-    if args.model.startswith("timm/") or split_custom(args.model) is not None:
-        raise UserError(f"--weights {args.weights} is not a file; for {args.model}, give a file with a state dict")
-    source = f"--weights {args.weights}"
-    name = args.weights if "." in args.weights else f"{args.model}.{args.weights}"
+    source = f"--weights {model_options.weights}"
+    if model_options.model.startswith("timm/") or split_custom(model_options.model) is not None:
+        raise UserError(f"{source} is not a file; for {model_options.model}, give a file with a state dict")
+    name = model_options.weights if "." in model_options.weights else f"{model_options.model}.{model_options.weights}"
     model, published = find_published(name, source)
-    if model != args.model:
-        raise UserError(f"{source} is of {model}, and --model is {args.model}")
+    if model != model_options.model:
+        raise UserError(f"{source} is of {model}, and --model is {model_options.model}")
     return published
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from errors import StorageError, UserError, is_printable
-from settings.options import MOST_COUNT
+from settings.rules import MOST_COUNT
 
 FORMAT = 2
 
@@ -104,9 +104,8 @@ def check_schema(state: dict, name: str) -> dict:
         names = ", ".join(missing[:4])
         if len(missing) > 4:
             names += ", ..."
-        raise UserError(
-            f"{name} is no checkpoint of this script: it lacks {names}; to start from its weights, pass it to --weights"
-        )
+        advice = "to start from its weights, pass it to --weights"
+        raise UserError(f"{name} is no checkpoint of this script: it lacks {names}; {advice}")
     foreign = next((value for value in unfold(state, name) if not _is_plain(value)), None)
     if foreign is not None:
         raise UserError(
@@ -114,14 +113,10 @@ def check_schema(state: dict, name: str) -> dict:
         )
     if type(state["format"]) is int and state["format"] != FORMAT:
         # A StorageError stops `auto`, which would else pass over a good file and go on from an older one.
-        raise StorageError(
-            f"{name} has format {state['format']}, but this version reads {FORMAT}; use the version that wrote it",
-            exit_code=2,
-        )
+        misfit = f"has format {state['format']}, but this version reads {FORMAT}"
+        raise StorageError(f"{name} {misfit}; use the version that wrote it", exit_code=2)
     try:
-        reason = _find_misfit(state)
-        if reason is None:
-            reason = _find_contradiction(state)
+        reason = _find_misfit(state) or _find_contradiction(state)
     except Exception as error:  # of a field that holds anything
         reason = f"a field is missing or has the wrong type ({type(error).__name__}: {error})"
     if reason is not None:

@@ -16,6 +16,7 @@ from distributed.launch import read_launch
 from errors import StorageError
 from files import explain_failure, read_json, retry, write_json
 from settings.machine import default_folder
+from settings.options import CheckpointOptions
 
 # Seconds after which the file of a running run is renewed.
 RENEWAL_S = 20.0
@@ -95,19 +96,16 @@ class StatusFile:
             ) from error
 
 
-def note_refusal(args: Any, error: BaseException) -> None:
+def note_refusal(checkpoint: CheckpointOptions, name: str, dry_run: bool, error: BaseException) -> None:
     """Write into status.json that a start of training was refused, and why, unless the folder holds a run."""
-    folder = Path(args.output_dir or default_folder(args))
+    folder = Path(checkpoint.output_dir or default_folder(name))
     error = explain_limit(error) or error
-    is_refused = getattr(error, "exit_code", None) == 2 and not (args.test_only or args.dry_run)
+    is_refused = getattr(error, "exit_code", None) == 2 and not (checkpoint.test_only or dry_run)
     if is_refused and read_launch().rank == 0:
         with suppress(OSError, StorageError):  # which may be what the start was refused for
             # The status of a run must stay what it was: a mistyped start in its folder ends nothing.
             own = {path.name for path in own_files(folder)} - {".lock"}
-            is_free = not own
-            if own == {"status.json"}:
-                is_free = read_json(folder / "status.json").get("state") == "refused"
-            if is_free:
+            if not own or (own == {"status.json"} and read_json(folder / "status.json").get("state") == "refused"):
                 folder.mkdir(parents=True, exist_ok=True)
                 status = {"state": "refused", "reason": str(error), "requeue": False, "time": _now(), **_process()}
                 write_json(folder / "status.json", status)

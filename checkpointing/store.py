@@ -14,6 +14,7 @@ from distributed.launch import read_launch
 from distributed.watch import watchdog
 from errors import StorageError
 from files import read_json
+from settings.options import CheckpointOptions
 
 
 class CheckpointManager:
@@ -32,25 +33,29 @@ class CheckpointManager:
 
     def __init__(self, folder: Path, *, keep_last: int = 3, minutes: float = 0.0, save_per_node: bool = False) -> None:
         rank = collectives.get_rank()
-        # `print` is silent on the other ranks.
-        print_line = print if rank == 0 else lambda text: print(f"rank {rank}: {text}", force=True)
+        # `print` is silent on the other ranks: see `collectives.setup_for_distributed`.
+        loud: Any = print
+        print_line = print if rank == 0 else lambda text: loud(f"rank {rank}: {text}", force=True)
         self.folder = folder
         self.save_per_node = save_per_node
         self._files = CheckpointFolder(folder, keep_last=keep_last, print_line=print_line)
         self._writers = [0]  # ranks that write checkpoints
-        self._copies = None  # on other nodes
+        self._copies: Any = None  # `per_node.NodeCopies` on other nodes
         # One thread: two saves at a time would hold two copies of the state in memory, and could end out of order.
-        self._thread, self._saving = ThreadPoolExecutor(1, "checkpoint writer"), None
+        self._thread = ThreadPoolExecutor(1, "checkpoint writer")
+        self._saving: Future | None = None
         # Not the time of day, which an administrator or NTP may set back.
         self._period_s, self._last_s = 60 * minutes, time.monotonic()
         self._found = None
         self._num_failures = 0  # in a row
 
     @classmethod
-    def of_options(cls, args: Any) -> "CheckpointManager":
+    def of_options(cls, checkpoint: CheckpointOptions) -> "CheckpointManager":
         """Return the manager that the options describe. Not collective."""
-        about = {"keep_last": args.keep_last, "minutes": args.checkpoint_minutes, "save_per_node": args.save_per_node}
-        return cls(Path(args.output_dir), **about)
+        return cls(
+            Path(checkpoint.output_dir), keep_last=checkpoint.keep_last, minutes=checkpoint.checkpoint_minutes,
+            save_per_node=checkpoint.save_per_node,
+        )  # fmt: skip
 
     # A start: find the checkpoint, and take over its folder once the run has restored it
 

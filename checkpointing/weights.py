@@ -43,6 +43,7 @@ class Weights(OrderedDict):
     images: Any = None  # of a checkpoint of ours, `data`: the set that it was trained on
     file: str = ""  # the name of the file
     origin: str = "as in the checkpoint"  # words about where the options come from
+    _metadata: dict[str, Any]  # the modules' version notes, by torch's name, where there are any
 
 
 def load_weights(path: Path, *, is_average: bool = False, name: str | None = None) -> Weights:
@@ -138,7 +139,7 @@ def extract_state_dict(content: dict, key: str | None, source: str) -> Weights:
     notes = getattr(found, "_metadata", None)
     if isinstance(notes, dict) and all(isinstance(each, dict) for each in notes.values()):
         # Modules need these to load weights that their older versions saved.
-        weights._metadata = {_unwrap(f"{name}.".removeprefix(own))[:-1]: each for name, each in notes.items()}
+        vars(weights)["_metadata"] = {_unwrap(f"{name}.".removeprefix(own))[:-1]: each for name, each in notes.items()}
     return weights
 
 
@@ -193,5 +194,4 @@ def _classes(content: dict) -> list[str] | None:
     data = content.get("data")
     if not (isinstance(data, dict) and isinstance(data.get("classes"), list)):
         return None
-    is_known = all(isinstance(name, str) and len(name) <= 255 for name in data["classes"])
-    return data["classes"] if is_known else None
+    return data["classes"] if all(isinstance(name, str) and len(name) <= 255 for name in data["classes"]) else None

@@ -3,7 +3,6 @@
 import builtins
 import datetime
 import json
-import math
 import os
 import platform
 import re
@@ -78,8 +77,7 @@ def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
     with watchdog.waiting():
         dist.all_gather(sizes, torch.tensor([len(rows)]), group=joined.group)
         # gloo's all_gather takes tensors of one shape only.
-        longest = max(int(size) for size in sizes)
-        padded = rows.new_zeros(longest, *rows.shape[1:])
+        padded = rows.new_zeros(max(map(int, sizes)), *rows.shape[1:])
         padded[: len(rows)] = rows
         gathered = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(gathered, padded, group=joined.group)
@@ -138,8 +136,7 @@ def call_on(ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> A
     Raises:
         UserError: the function's own, or the text of its OSError, on every rank.
     """
-    result = None
-    refusal = None
+    result = refusal = None
     if get_rank() in ranks:
         try:
             result = function(*args)
@@ -162,13 +159,12 @@ def setup_for_distributed(is_master: bool) -> None:
     original = getattr(builtins.print, "original", builtins.print)
 
     def print_on_master(*args: Any, force: bool = False, **kwargs: Any) -> None:
-        if not is_master and not force:
-            return
-        # A terminal that is gone, or cannot show a name, does not end the run.
-        with suppress(OSError, ValueError):
-            original(*map(escaped, args), **kwargs)
+        if is_master or force:
+            # A terminal that is gone, or cannot show a name, does not end the run.
+            with suppress(OSError, ValueError):
+                original(*map(escaped, args), **kwargs)
 
-    print_on_master.original = original
+    vars(print_on_master)["original"] = original
     builtins.print = print_on_master
 
 
@@ -214,13 +210,13 @@ def count_cores(root: Path = Path("/")) -> int:
     return cores
 
 
-def _granted_cores(paths: list[Path]) -> float:
-    """Return the cores whose time a control group's files grant, rounded up; infinity where they set no limit."""
+def _granted_cores(paths: list[Path]) -> int:
+    """Return the cores whose time a control group's files grant, rounded up; `sys.maxsize` where they set no limit."""
     try:
         quota, period = map(int, " ".join(path.read_text() for path in paths).split())
     except (OSError, ValueError):  # there is no such file, or it says "max"
-        return math.inf
-    return -(-quota // period) if quota > 0 else math.inf
+        return sys.maxsize
+    return -(-quota // period) if quota > 0 else sys.maxsize
 
 
 def has_fast_bfloat16() -> bool:
@@ -280,48 +276,56 @@ def raise_file_limit(world_size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def join_processes(args: Any) -> None:
+def join_processes(place: Any, stall_timeout: float = 0.0) -> None:
     """Join the process group, or run alone. One that is there already stays its owner's: `join_existing`.
 
     CPU tensors travel over gloo and CUDA tensors over nccl, so that bookkeeping never waits for a GPU.
     Collective: every rank must call it.
 
     Args:
-        args: holds distributed, rank, world_size, gpu, device and dist_url, and may hold dist_timeout and stall_timeout
-            (minutes); from now on the process is watched for the latter.
+        place: device, gpu, rank, world_size, dist_url, dist_timeout (minutes), and is_launched, whether a launcher
+            started this process to compute with others: `DistributedOptions` in settings/, of which this package
+            knows nothing.
+        stall_timeout: minutes without a step after which the process counts as hung, from now on; 0 = never.
     """
-    watchdog.start(60 * getattr(args, "stall_timeout", 0.0), args.rank)
+    rank, world_size = place.rank, place.world_size
+    watchdog.start(60 * stall_timeout, rank)
     at_end(watchdog.stop)
-    if torch.device(args.device).type != "cpu":
-        torch.accelerator.set_device_index(args.gpu)
-    if not args.distributed:
+    if torch.device(place.device).type != "cpu":
+        torch.accelerator.set_device_index(place.gpu)
+    if not place.is_launched:
         return
-    raise_file_limit(args.world_size)
-    timeout = datetime.timedelta(minutes=getattr(args, "dist_timeout", 30))
+    raise_file_limit(world_size)
+    timeout = datetime.timedelta(minutes=place.dist_timeout)
     if dist.is_initialized():
-        join_existing(choose_backend(args.device), timeout)
+        join_existing(choose_backend(place.device), timeout)
         return
-    print(f"joining {counted(args.world_size, 'process')} at {args.dist_url}", flush=True)
+    print(f"joining {counted(world_size, 'process')} at {place.dist_url}", flush=True)
     watchdog.note_progress("joining")
-    launch = read_launch(world_size=args.world_size)
+    launch = read_launch(world_size=world_size)
     os.environ.update(launch.environment())
     # A launcher's address wins; --dist-url is for starts without one.
-    url = "env://" if "MASTER_ADDR" in launch.address else args.dist_url
+    url = "env://" if "MASTER_ADDR" in launch.address else place.dist_url
     store = Meeting(launch, url, timeout).open_store()
-    joined.store = store
-    joined.rank = args.rank
-    joined.world_size = args.world_size
-    store.delete_key(f"end/{args.rank}")  # of an earlier attempt
+    joined.store, joined.rank, joined.world_size = store, rank, world_size
+    store.delete_key(f"end/{rank}")  # of an earlier attempt
     # A connection of its own: the watchdog must hear while another thread waits in a call of the store.
-    watchdog.connect(store.clone(), args.world_size)
-    numbers = {"world_size": args.world_size, "rank": args.rank}
+    watchdog.connect(store.clone(), world_size)
     with watchdog.waiting():
-        dist.init_process_group(choose_backend(args.device), store=store, timeout=timeout, **numbers)
+        dist.init_process_group(
+            choose_backend(place.device), store=store, timeout=timeout, world_size=world_size, rank=rank
+        )
         joined.own = dist.group.WORLD
         joined.world = None
         # For bookkeeping: the timeout of a step must be short, and would end a run whose rank 0 saves to a slow disk.
-        joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
+        joined.group = _group_of_all("gloo", datetime.timedelta(minutes=PATIENCE_MIN))
         dist.barrier()
+
+
+def _group_of_all(backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Return a new group of all ranks. Collective: every rank must call it."""
+    group: Any = dist.new_group(None, timeout, backend)  # a number only on ranks that are not in it
+    return group
 
 
 def join_existing(backend: str, timeout: datetime.timedelta) -> None:
@@ -333,8 +337,8 @@ def join_existing(backend: str, timeout: datetime.timedelta) -> None:
     if joined.shared != shared:
         print(f"joining {counted(get_world_size(), 'process')} of a process group that is there already", flush=True)
         with watchdog.waiting():
-            joined.world = dist.new_group(backend=backend, timeout=timeout)
-            joined.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE_MIN))
+            joined.world = _group_of_all(backend, timeout)
+            joined.group = _group_of_all("gloo", datetime.timedelta(minutes=PATIENCE_MIN))
         joined.shared = shared
     store = dist.PrefixStore("touchstone", dist.distributed_c10d._get_default_store())
     watchdog.connect(store.clone(), get_world_size())

@@ -35,7 +35,8 @@ class StepDecisions:
 
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
-        self._begun = None  # the request and its integers, of the votes that are under way
+        # The request that is under way, and its integers.
+        self._begun: tuple[dist.Work, torch.Tensor] | None = None
 
     def begin(self, *vote: bool) -> None:
         """Begin to combine the votes of all ranks. Collective: every rank must call it."""
@@ -51,8 +52,7 @@ class StepDecisions:
 
     def result(self, *vote: bool) -> Decision:
         """Return the decision begun last, or `CONTINUE`; a single process decides by its present vote. Collective."""
-        begun = self._begun
-        self._begun = None
+        begun, self._begun = self._begun, None
         if collectives.get_world_size() == 1:
             # Nobody else has a say, so no step is lost.
             stop, is_save_due, is_written = self._as_integers(*vote)
@@ -78,10 +78,9 @@ class StepDecisions:
     def _as_integers(self, is_save_due: bool = False, is_written: bool = False) -> list[int]:
         """Return this process's vote as integers, whose maxima over all ranks are the decision."""
         stop = 0
-        number = self.signals.number
-        if number:
+        if self.signals.number:
             # Signal and rank in one integer: two maxima could name a signal and a rank that never had it.
-            stop = number << 32 | collectives.get_rank()
+            stop = self.signals.number << 32 | collectives.get_rank()
         return [stop, int(is_save_due), int(is_written)]
 
 
@@ -93,9 +92,7 @@ class WatchedLoader:
     """
 
     def __init__(self, loader: Any, decisions: StepDecisions, stop: Callable[[str], None]) -> None:
-        self.loader = loader
-        self.decisions = decisions
-        self.stop = stop
+        self.loader, self.decisions, self.stop = loader, decisions, stop
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

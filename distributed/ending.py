@@ -74,8 +74,7 @@ def loader_killed(cause: str) -> UserError:
     if "Bus error" in cause:
         # A page of shared memory for which /dev/shm has no room: in a container it has 64 MB by default.
         advice = "most likely shared memory is full: enlarge it, or use fewer --workers"
-    message = f"a loader process was killed ({cause.strip()}); {advice}"
-    return UserError(message, exit_code=1, is_of_one_rank=True)
+    return UserError(f"a loader process was killed ({cause.strip()}); {advice}", exit_code=1, is_of_one_rank=True)
 
 
 def error_line(begin: str, reason: str, *, has_lines: bool = False) -> str:
@@ -88,8 +87,7 @@ def error_line(begin: str, reason: str, *, has_lines: bool = False) -> str:
         return escaped(f"{begin}: {reason}")
     line = f"{begin}: {one_line(reason)}"
     if len(line) > _MOST_LINE:
-        words = line.split(" ")
-        line = " ".join(word if len(word) <= 80 else f"{word[:20]}...{word[-57:]}" for word in words)
+        line = " ".join(word if len(word) <= 80 else f"{word[:20]}...{word[-57:]}" for word in line.split(" "))
     if len(line) > _MOST_LINE:
         half = _MOST_LINE // 2
         line = f"{line[:half]} ... {line[5 - half :]}"
@@ -123,7 +121,7 @@ def end_with_error(error: BaseException, launch: Any, prog: str = "train.py") ->
     """
     if isinstance(error, SystemExit):  # of the parser
         _record_refusal(error.code, error)
-        end_process(error.code or 0)
+        end_process(int(error.code or 0))
     if isinstance(error, KeyboardInterrupt):
         error = UserError("interrupted; --resume auto continues from the last checkpoint", exit_code=1)
     error = explain_limit(error) or error
@@ -140,8 +138,7 @@ def end_with_error(error: BaseException, launch: Any, prog: str = "train.py") ->
     if launch.rank and not getattr(error, "is_of_one_rank", False):
         time.sleep(_FIRST_RANK_S)
         # What this machine lacks, one process may have met alone, and so may one that was started by hand.
-        is_met_by_all = not launch.is_by_hand and not isinstance(error, StorageError)
-        if launch.local_rank and is_met_by_all:
+        if launch.local_rank and not launch.is_by_hand and not isinstance(error, StorageError):
             end_process(exit_code)
     write_stderr(error_line(f"{prog}: error{where}", str(error), has_lines=getattr(error, "has_lines", False)))
     end_process(exit_code)
@@ -154,23 +151,16 @@ def _record_refusal(exit_code: Any, error: BaseException) -> None:
     """
     path = os.environ.get(_REFUSALS)
     is_refusal = exit_code == UserError.exit_code and not isinstance(error, StorageError)
-    if not path or not is_refusal:
-        return
-    try:
-        # One write at the file's end: other ranks may write too.
-        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+    if path and is_refusal:
+        # One write at the file's end: other ranks may write too. Where that fails, the error itself is what counts.
+        with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{error}\n")
-    except OSError:  # the error itself is what counts
-        pass
 
 
 def forget_refusals() -> None:
     """Remove the refusals of torchrun's earlier attempts, now that the run starts, and let this process write none."""
-    try:
-        path = os.environ.pop(_REFUSALS, "")
-        os.unlink(path)
-    except OSError:  # there are none, or another rank was first
-        pass
+    with suppress(OSError):  # there are none, or another rank was first
+        os.unlink(os.environ.pop(_REFUSALS, ""))
 
 
 def announce_failure(error: BaseException) -> BaseException:
@@ -187,16 +177,13 @@ def announce_failure(error: BaseException) -> BaseException:
     watchdog.await_end()
     if joined.store is None or isinstance(error, PreemptedError | SystemExit):
         return error
-    store = joined.store
-    joined.store = None
+    store, joined.store = joined.store, None
     # The second kind is the transport's, which does not always name itself.
-    is_lost = isinstance(error, DistError) or (
-        isinstance(error, RuntimeError) and re.search("gloo|pair closure|[Cc]onnection", str(error)) is not None
-    )
+    names_transport = re.search("gloo|pair closure|[Cc]onnection", str(error)) is not None
+    is_lost = isinstance(error, DistError) or (isinstance(error, RuntimeError) and names_transport)
     ends = {joined.rank: b"lost" if is_lost else b"error"}
     # In a thread, since a store whose network is gone does not answer.
-    arguments = (store, joined.rank, joined.world_size, ends)
-    exchange = threading.Thread(target=_exchange_ends, args=arguments, daemon=True)
+    exchange = threading.Thread(target=_exchange_ends, args=(store, joined.rank, joined.world_size, ends), daemon=True)
     exchange.start()
     exchange.join(2 * _REPORT_S)
     if not is_lost:
@@ -216,25 +203,22 @@ def _why_lost(failed: list[int], silent: set[int]) -> str:
     if failed:
         return f"rank {', '.join(map(str, failed))} failed; see the error in its own output"
     if silent:
-        return (
-            f"no answer from rank {', '.join(map(str, sorted(silent)))}: stopped, killed, hanging, or its network is "
-            "gone; look at its output, `py-spy dump` and the system's log (out of memory?); --resume auto continues"
-        )
+        found = f"rank {', '.join(map(str, sorted(silent)))}: stopped, killed, hanging, or its network is gone"
+        remedy = "look at its output, `py-spy dump` and the system's log (out of memory?); --resume auto continues"
+        return f"no answer from {found}; {remedy}"
     return "all ranks are there, but one was stopped (a suspended job), or the network between them fails"
 
 
 def _exchange_ends(store: Any, rank: int, world_size: int, ends: dict[int, bytes]) -> None:
     """Tell the other ranks how this one ends; if it has lost one, note how they end."""
     end_s = time.monotonic() + _REPORT_S
-    try:
+    with suppress(RuntimeError):  # the store's host is gone
         store.set(f"end/{rank}", ends[rank])
         while ends[rank] == b"lost" and time.monotonic() < end_s and len(ends) < world_size:
             for other in range(world_size):
                 if other not in ends and store.check([f"end/{other}"]):
                     ends[other] = store.get(f"end/{other}")
             time.sleep(0.05)
-    except RuntimeError:  # the store's host is gone
-        pass
 
 
 def leave_group() -> None:

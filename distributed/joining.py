@@ -29,9 +29,7 @@ class Meeting:
     """
 
     def __init__(self, launch: Launch, url: str, timeout: timedelta) -> None:
-        self.launch = launch
-        self.url = url
-        self.timeout = timeout
+        self.launch, self.url, self.timeout = launch, url, timeout
         self._is_over = threading.Event()
         self._lacking = f"{url} does not answer"
 
@@ -92,13 +90,12 @@ class Meeting:
 
     def _serve(self, port: int) -> dist.Store:
         """Return the store, served by this process, which need not reach itself by the address of the others."""
-        keeping = {"timeout": self.timeout, "wait_for_workers": False, "multi_tenant": True}
         try:
-            return dist.TCPStore("localhost", port, is_master=True, **keeping)
+            return dist.TCPStore(
+                "localhost", port, is_master=True, timeout=self.timeout, wait_for_workers=False, multi_tenant=True
+            )
         except dist.DistError as error:
-            reason = str(error).splitlines()[0]
-            if "EADDRINUSE" in str(error):
-                reason = "it is in use"
+            reason = "it is in use" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
             raise UserError(f"rank 0 cannot listen on port {port}: {reason}; give another MASTER_PORT") from error
 
     def _reach(self, host: str, port: int) -> None:
@@ -118,8 +115,7 @@ class Meeting:
 
     def _await_all(self, store: dist.Store) -> None:
         """Wait until all processes have come to the store, and check that they count as many of them."""
-        rank = self.launch.rank
-        world_size = self.launch.world_size
+        rank, world_size = self.launch.rank, self.launch.world_size
         keys = [f"joined/{each}" for each in range(world_size)]
         store.set(keys[rank], str(world_size))
         # Rank 0 looks at each of them, the others at rank 0 alone: a thousand ranks would ask a million times.

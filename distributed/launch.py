@@ -1,7 +1,7 @@
 """This process as its process group, torchrun, mpirun, srun or variables describe it; no other module reads these."""
 
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -68,15 +68,11 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
     # An mpirun has told how many processes the machine has; Slurm's cores are not theirs.
     node = {} if "num_local" in ranks else _read_node(environ)
     launch = Launch(
-        is_launched="rank" in ranks,
-        is_torchrun="TORCHELASTIC_RUN_ID" in environ,
-        is_by_hand=_END_ALL.isdisjoint(environ),
+        is_launched="rank" in ranks, is_torchrun="TORCHELASTIC_RUN_ID" in environ,
+        is_by_hand=_END_ALL.isdisjoint(environ), job=environ.get("SLURM_JOB_ID"),
         num_restarts=read_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-        num_nodes=read_number(environ, "GROUP_WORLD_SIZE", 1, least=1),
-        job=environ.get("SLURM_JOB_ID"),
-        **ranks,
-        **node,
-    )
+        num_nodes=read_number(environ, "GROUP_WORLD_SIZE", 1, least=1), **ranks, **node,
+    )  # fmt: skip
     read_number(launch.address, "MASTER_PORT", 0, most=65535)
     if launch.is_torchrun:
         import socket  # not above: the script watches signals before it imports more than it must
@@ -90,20 +86,14 @@ def read_launch(environ: Mapping[str, str] | None = None, world_size: int = 1) -
 
 def find_readers(environ: Mapping[str, str]) -> list[Callable]:
     """Import what reads the variables of the launchers that are found, and return the functions."""
-    found = []
-    for variable, reader in _LAUNCHERS:
-        if variable in environ:
-            module, _, function = reader.partition(":")
-            found.append(getattr(importlib.import_module(module), function))
-    return found
+    return [pkgutil.resolve_name(reader) for variable, reader in _LAUNCHERS if variable in environ]
 
 
 def _own_variables() -> Mapping[str, str]:
     """Return the variables of this process, and the ranks of a process group, such as one that Ray has made."""
     dist = sys.modules.get("torch.distributed")
     # torch may be half imported, where a signal's handler calls this: then it has no such function yet.
-    has_group = getattr(dist, "is_initialized", bool)()
-    if not has_group:
+    if not getattr(dist, "is_initialized", bool)():
         return os.environ
     return {**os.environ, "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
 
@@ -112,14 +102,10 @@ def _read_ranks(environ: Mapping[str, str], world_size: int) -> dict:
     """Return the fields of the `Launch` that torchrun's variables, or the same ones set by hand, tell."""
     world_size = read_number(environ, "WORLD_SIZE", world_size, least=1)
     # A rank beyond `--world-size` is refused by `collectives.read_rank`, which names the option.
-    most = world_size - 1 if "WORLD_SIZE" in environ else MOST_PROCESSES
-    rank = read_number(environ, "RANK", most=most)
-    return {
-        "rank": rank,
-        "world_size": world_size,
-        "local_rank": read_number(environ, "LOCAL_RANK", rank),
-        "address": {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ},
-    }
+    rank = read_number(environ, "RANK", most=world_size - 1 if "WORLD_SIZE" in environ else MOST_PROCESSES)
+    local_rank = read_number(environ, "LOCAL_RANK", rank)
+    address = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
+    return {"rank": rank, "world_size": world_size, "local_rank": local_rank, "address": address}
 
 
 def _read_node(environ: Mapping[str, str]) -> dict:

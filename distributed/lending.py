@@ -52,8 +52,7 @@ def _clear_caches() -> None:
     # A result may be of the last run's files: of a tar that has the same size and time, of weights that were refused.
     project = dirname(dirname(__file__))
     for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if dirname(dirname(file)) != project:
+        if dirname(dirname(getattr(module, "__file__", None) or "")) != project:
             continue
         for function in list(vars(module).values()):
             if hasattr(function, "cache_clear"):
@@ -67,8 +66,7 @@ def _keep_settings(stack: ExitStack) -> None:
     import numpy
     import torch
 
-    cudnn = torch.backends.cudnn
-    fill = torch.utils.deterministic
+    cudnn, fill = torch.backends.cudnn, torch.utils.deterministic
     # `setup_for_distributed` replaces print; the set-up of a run, or own code, sets the others.
     flags = [(builtins, "print"), (cudnn, "benchmark"), (cudnn, "deterministic"), (fill, "fill_uninitialized_memory")]
     for owner, name in flags:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from distributed.variables import port_of, read_number
@@ -65,9 +66,7 @@ def _address(environ: Mapping[str, str], *, is_one_node: bool) -> dict[str, str]
 def _mpirun() -> int:
     """Return the number of the process that started those of an mpirun on this machine, perhaps by a script each."""
     pid = os.getppid()
-    try:
+    with suppress(OSError):  # another user's process, or a system without /proc
         while b"PMI_RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(re.search(r"PPid:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
-    except OSError:  # another user's process, or a system without /proc
-        pass
     return pid

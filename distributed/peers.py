@@ -28,8 +28,7 @@ class Peers:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, period_s: float, now_s: Callable[[], float]) -> None:
-        self._store = store
-        self._rank = rank
+        self._store, self._rank = store, rank
         self._others = [other for other in range(world_size) if other != rank]
         # Three reports that did not come, and a second.
         self._silence_s = 3 * period_s + 1.0
@@ -47,9 +46,8 @@ class Peers:
             RuntimeError: the store's host is gone.
         """
         self._number += 1
-        report = Report(self._number, stage, is_waiting, is_working)
         # JSON, as all that ranks send: nothing that comes over the network is unpickled.
-        self._store.set(f"beat/{self._rank}", json.dumps(report))
+        self._store.set(f"beat/{self._rank}", json.dumps(Report(self._number, stage, is_waiting, is_working)))
         if is_listening:
             for other in self._others:
                 self._hear(other)
@@ -60,8 +58,7 @@ class Peers:
             self._failed.add(other)
         if self._store.check([f"beat/{other}"]):
             report = Report(*json.loads(self._store.get(f"beat/{other}")))
-            before = self._reports.get(other, report)
-            if report.number != before.number:
+            if report.number != self._reports.get(other, report).number:
                 self._grown_s[other] = self._now_s()
             self._reports[other] = report
 

@@ -29,7 +29,7 @@ class Signals:
 
     A handler may interrupt any line of the program, half a save or half a collective. So it uses neither files nor
     collectives, and raises nothing: it sets `number`, which the ranks compare after each step (`distributed.decision`).
-    A second Ctrl-C ends it at once, but under torchrun.
+    A second Ctrl-C ends it at once, except under torchrun.
 
     Attributes:
         number: the first signal that came; 0 for none.
@@ -202,9 +202,8 @@ def start_worker(worker: int) -> None:
 
 def _end_when_asked(parent: int) -> None:
     """End this process on a SIGTERM from its parent: torch and Python send one to workers that are left at the end."""
-    sender = None
-    while sender != parent:
-        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
     os._exit(0)
 
 

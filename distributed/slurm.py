@@ -18,14 +18,9 @@ def read_task(environ: Mapping[str, str]) -> dict | None:
         return None
     address = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
     if not address.get("MASTER_ADDR"):
-        given = {name: value for name, value in address.items() if value}
-        address = _step_address(environ) | given
-    return {
-        "rank": read_number(environ, "SLURM_PROCID"),
-        "world_size": world_size,
-        "local_rank": read_number(environ, "SLURM_LOCALID"),
-        "address": address,
-    }
+        address = _step_address(environ) | {name: value for name, value in address.items() if value}
+    rank, local_rank = (read_number(environ, name) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+    return {"rank": rank, "world_size": world_size, "local_rank": local_rank, "address": address}
 
 
 def task_cores(environ: Mapping[str, str]) -> int | None:

@@ -18,8 +18,7 @@ def read_number(
     """
     text = environ.get(name, "missing" if default is None else str(default))
     # Python refuses to convert more than 4300 digits, with an error that names no variable: so at most nine.
-    pattern = r"\d{1,9}" if "PER_NODE" in name else r"\d{1,9}\Z"
-    found = re.match(pattern, text, re.ASCII)
+    found = re.match(r"\d{1,9}" if "PER_NODE" in name else r"\d{1,9}\Z", text, re.ASCII)
     if not found or not least <= int(found[0]) <= most:
         raise UserError(f"{name} is {text or 'empty'}, expected {least} to {most}; unset it, or use torchrun or srun")
     return int(found[0])

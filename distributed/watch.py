@@ -15,7 +15,8 @@ from typing import Any
 from distributed.peers import Peers
 from errors import write_stderr
 
-# Bytes read or written that count as progress of a start: of a download, of a slow disk. Reading the number takes some.
+# Bytes read or written that count as progress of a start: of a download, of a slow disk. To read the counter adds
+# some.
 _PROGRESS_BYTES = 1 << 16
 
 
@@ -50,15 +51,12 @@ class Watchdog:
         """
         self.stop()
         self._is_over = threading.Event()
-        self.timeout_s = timeout_s
+        self.timeout_s, self.rank = timeout_s, rank
         self.period_s = min(timeout_s / 8, 5.0)
-        self.rank = rank
-        self.stage = "starting"
-        self.is_waiting = False
-        self._peers = None
+        self.stage, self.is_waiting = "starting", False
+        self._peers: Peers | None = None
         self._counts_bytes = True
-        self._num_bytes = 0
-        self._paused_s = 0.0
+        self._num_bytes, self._paused_s = 0, 0.0
         self._is_ending = False
         self.leave_run()
         self.note_progress()
@@ -77,16 +75,14 @@ class Watchdog:
             arguments = (self._peers, self._is_over)
             threading.Thread(target=self._exchange, args=arguments, daemon=True, name="beats").start()
 
-    def enter_run(self, describe: Callable[[], str], on_stall: Callable[[str], None]) -> None:
+    def enter_run(self, describe: Callable[[], str], on_stall: Callable[[str], object]) -> None:
         """Watch a run's steps from now on: bytes that its other threads write are no progress of them."""
-        self.describe = describe
-        self.on_stall = on_stall
+        self.describe, self.on_stall = describe, on_stall
         self._counts_bytes = False
 
     def leave_run(self) -> None:
         """Forget the run, whose end is recorded."""
-        self.describe = str
-        self.on_stall = str
+        self.describe = self.on_stall = str
 
     def now_s(self) -> float:
         """Return the time by a clock that stands still while the process is stopped."""
@@ -128,19 +124,20 @@ class Watchdog:
             before_s = time.monotonic()
             if self._counts_bytes:
                 self._see_bytes()
-            if self.idle_s > self.timeout_s and not self._is_kept_waiting():
+            # Another rank may work that this one waits for: one that saves to a slow disk.
+            if self.idle_s > self.timeout_s and not (self.is_waiting and self._peers and self._peers.is_any_working()):
                 self._end_process()
 
     def _see_bytes(self) -> None:
         """Take bytes that were read or written for progress: a start calls libraries that tell of none."""
-        num_bytes = count_bytes()
+        try:
+            fields = Path("/proc/self/io").read_text().split()  # rchar: N wchar: N ...
+        except OSError:  # the system does not tell
+            return
+        num_bytes = int(fields[1]) + int(fields[3])
         if num_bytes > self._num_bytes + _PROGRESS_BYTES:
             self._num_bytes = num_bytes
             self.note_progress()
-
-    def _is_kept_waiting(self) -> bool:
-        """Tell whether this process waits for another rank that works: as for one that saves to a slow disk."""
-        return self.is_waiting and self._peers is not None and self._peers.is_any_working()
 
     def _allow_pause(self, pause_s: float) -> None:
         """Leave a time in which this thread slept on out of all counts: the whole process was stopped."""
@@ -151,15 +148,12 @@ class Watchdog:
             write_stderr(f"{line} (SIGSTOP, a suspended job): no stall")
 
     def _exchange(self, peers: Peers, is_over: threading.Event) -> None:
-        try:
+        with suppress(RuntimeError):  # the store's host is gone, and with it whatever could be heard
             while not is_over.wait(self.period_s):
                 is_working = not self.is_waiting and self.idle_s < self.timeout_s
                 # Early enough to see each number grow, and seldom: a thousand ranks ask for a million keys.
                 is_listening = self.idle_s > self.timeout_s / 4
-                state = {"is_waiting": self.is_waiting, "is_working": is_working}
-                peers.exchange(self.stage, **state, is_listening=is_listening)
-        except RuntimeError:  # the store's host is gone, and with it whatever could be heard
-            pass
+                peers.exchange(self.stage, is_waiting=self.is_waiting, is_working=is_working, is_listening=is_listening)
 
     def await_end(self) -> None:
         """Wait for the end of a process that this is ending: an error that comes now is a consequence."""
@@ -169,16 +163,11 @@ class Watchdog:
     def _end_process(self) -> None:
         self._is_ending = True
         reason = f"stalled for {self.timeout_s:g} s (--stall-timeout) while {self.stage}"
-        blamed = ""
-        if self._peers is not None:
-            blamed = self._peers.blame()
+        blamed = "" if self._peers is None else self._peers.blame()
         if blamed:
             reason += f": {blamed}"
         where = f"rank {self.rank} on {socket.gethostname()}"
-        line = f"{where}: {reason}"
-        work = self.describe()
-        if work:
-            line += f"; {work}"
+        line = "; ".join(filter(None, (f"{where}: {reason}", self.describe())))
         if self.is_waiting and blamed:
             # The stacks of a process that waits for another say nothing of the cause.
             write_stderr(line)
@@ -201,15 +190,6 @@ class Watchdog:
             with suppress(OSError):  # it has ended meanwhile
                 os.kill(process.pid, signal.SIGUSR2)
             time.sleep(0.1)  # so that the stacks of two do not mix
-
-
-def count_bytes() -> int:
-    """Return how many bytes this process has read and written; 0 where the system does not tell."""
-    try:
-        fields = Path("/proc/self/io").read_text().split()  # rchar: N wchar: N ...
-    except OSError:
-        return 0
-    return int(fields[1]) + int(fields[3])
 
 
 watchdog = Watchdog()  # of this process

@@ -44,8 +44,7 @@ def colour_steps(jitter: float, grayscale_prob: float, blur_prob: float) -> list
     if grayscale_prob > 0:
         steps.append(transforms.RandomGrayscale(grayscale_prob))
     if blur_prob > 0:
-        blur = transforms.GaussianBlur(_BLUR_SIDE, _BLUR_SIGMAS)
-        steps.append(transforms.RandomApply([blur], blur_prob))
+        steps.append(transforms.RandomApply([transforms.GaussianBlur(_BLUR_SIDE, _BLUR_SIGMAS)], blur_prob))
     return steps
 
 

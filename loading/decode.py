@@ -1,4 +1,4 @@
-"""Decode a box of a JPEG, and no more rows than the box needs."""
+"""Decode an image, or a box of it; of a JPEG no more rows than the box needs."""
 
 import contextlib
 import importlib
@@ -13,13 +13,16 @@ from typing import NamedTuple
 import numpy
 import torch
 from PIL import AvifImagePlugin, ExifTags, Image, PngImagePlugin, TiffImagePlugin, WebPImagePlugin
+from PIL.ImageFile import ImageFile as OpenedImage
+from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from errors import BadImageError
+from loading.heic import HEIC_REMEDY, can_read_heic
 from settings.machine import find_torchcodec
 
 # The formats of ImageFolder's extensions, and AVIF. Pillow reads others too, and starts Ghostscript for one of them.
-FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
+FORMATS: tuple[str, ...] = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
 # Imported here, or Pillow would import all its plugins for these.
 _PLUGINS = (AvifImagePlugin, TiffImagePlugin, WebPImagePlugin)
 
@@ -109,14 +112,11 @@ def read_frame(payload: bytes) -> Frame | None:
             metadata.append(position)
         length = payload[position + 2] << 8 | payload[position + 3]
         if marker in _READ_BY_PILLOW:
-            is_doubtful |= _may_be_refused(payload, position, marker, length)
+            # Too short, or cut within a resource; or a list of pictures.
+            is_cut = length < _READ_BY_PILLOW[marker] or payload.startswith(b"8BIM", position + length - 4)
+            is_doubtful |= is_cut or payload.startswith(b"MPF\0", position + 4)
         position += 2 + length
     return None
-
-
-def _may_be_refused(payload: bytes, position: int, marker: int, length: int) -> bool:
-    is_cut = length < _READ_BY_PILLOW[marker] or payload.startswith(b"8BIM", position + length - 4)  # within a resource
-    return is_cut or payload.startswith(b"MPF\0", position + 4)  # a list of pictures
 
 
 def _frame(payload: bytes, position: int, scan: int, metadata: tuple[int, ...], is_doubtful: bool) -> Frame | None:
@@ -135,8 +135,7 @@ def _frame(payload: bytes, position: int, scan: int, metadata: tuple[int, ...], 
     has_sizes = height and width and down and all(value >> 4 for value in samplings)
     if not is_usual or not has_sizes:
         return None
-    is_progressive = payload[position + 1] == _PROGRESSIVE
-    margin = int(down > 1) + 16 * down * int(is_progressive)
+    margin = int(down > 1) + 16 * down * int(payload[position + 1] == _PROGRESSIVE)
     return Frame(position, height, width, 8 * down, margin, num_components, metadata, is_doubtful)
 
 
@@ -202,7 +201,7 @@ def _check_memory(num_pixels: int) -> None:
         raise MemoryError from error
 
 
-def open_image(payload: bytes) -> Image.Image:
+def open_image(payload: bytes) -> OpenedImage:
     """Return an image of which only the header has been read.
 
     Raises:
@@ -213,8 +212,6 @@ def open_image(payload: bytes) -> Image.Image:
         formats = FORMATS
         unknown = f"it is not a valid AVIF, BMP, HEIC, JPEG, PNG, PPM, TIFF or WebP; it begins with {payload[:16]!r}"
         if _HEIC.match(payload, 4):
-            from loading.heic import HEIC_REMEDY, can_read_heic
-
             if can_read_heic():
                 formats = (*FORMATS, "HEIF")
             else:
@@ -227,18 +224,18 @@ def open_image(payload: bytes) -> Image.Image:
             raise BadImageError(f"it claims far more than {MAX_PIXELS:,} pixels, the most that are decoded") from error
     check_num_pixels(image.height, image.width)
     with _blaming_bytes(0):
-        if image.format == "TIFF":
+        if isinstance(image, TiffImageFile):
             _check_tiles(image)
         grey_bits(image)
     return image
 
 
-def _check_tiles(image: Image.Image) -> None:
+def _check_tiles(image: TiffImageFile) -> None:
     """Refuse a TIFF whose tiles claim too many pixels: they are decoded whole, however small the image is."""
-    sides = [image.tag_v2.get(tag, 0) for tag in (TiffImagePlugin.TILELENGTH, TiffImagePlugin.TILEWIDTH)]
-    if not all(type(side) is int for side in sides):
-        raise BadImageError(f"the sides of its tiles are no numbers: {str(sides)[:80]}")
-    check_num_pixels(*sides, "it claims tiles of")
+    height, width = (image.tag_v2.get(tag, 0) for tag in (TiffImagePlugin.TILELENGTH, TiffImagePlugin.TILEWIDTH))
+    if not (type(height) is type(width) is int):
+        raise BadImageError(f"the sides of its tiles are no numbers: {str([height, width])[:80]}")
+    check_num_pixels(height, width, "it claims tiles of")
 
 
 def grey_bits(image: Image.Image) -> int:
@@ -247,10 +244,10 @@ def grey_bits(image: Image.Image) -> int:
     Raises:
         BadImageError: no rule says which sample is white, or Pillow reads the file wrong.
     """
-    bits, kinds, is_in_planes = 16, (1,), False
-    if image.format == "TIFF":
+    bits, kinds, is_in_planes = 16, [1], False
+    if isinstance(image, TiffImageFile):
         bits = max(numpy.atleast_1d(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, 1)))
-        kinds = numpy.atleast_1d(image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, 1))
+        kinds = numpy.atleast_1d(image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, 1)).tolist()
         is_in_planes = image.tag_v2.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2
     if any(kind in _SAMPLE_KINDS for kind in kinds):
         reason = f"{_SAMPLE_KINDS[max(kinds)]} samples"
@@ -295,9 +292,9 @@ def turned_box(box: Box, size: tuple[int, int], orientation: int) -> Box:
 
     `size` is the stored image's width and height.
     """
-    if orientation > 4:
-        box = (box[1], box[0], box[3], box[2])
     left, top, right, bottom = box
+    if orientation > 4:
+        left, top, right, bottom = top, left, bottom, right
     if orientation in (2, 3, 7, 8):
         left, right = size[0] - right, size[0] - left
     if orientation in (3, 4, 6, 7):
@@ -321,8 +318,7 @@ def load_image(payload: bytes, grey_range: Sequence[int] | None = None) -> Image
         if image.size != claimed:  # of a HEIC: the box to decode was drawn from another size
             sizes = [f"{width} x {height}" for width, height in (claimed, image.size)]
             raise BadImageError(f"it claims {sizes[0]} pixels, and holds {sizes[1]}")
-        bits = grey_bits(image) or bits
-        image.info["bits"] = bits
+        bits = image.info["bits"] = grey_bits(image) or bits
         if image.mode[0] == "I":
             return _scale_grey(image, bits, grey_range)
         return image
@@ -336,11 +332,10 @@ def _scale_grey(image: Image.Image, bits: int, grey_range: Sequence[int] | None)
         low, high = grey_range
         samples = numpy.rint((samples.clip(low, high) - float(low)) * (255 / (high - low))).astype(numpy.int32)
     # In a TIFF 0 may be white. Pillow inverts samples of 8 bits itself, and none of more.
-    if image.format == "TIFF" and image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
+    if isinstance(image, TiffImageFile) and image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
         samples = 255 - samples
     scaled = Image.fromarray(samples.astype(numpy.uint8))
-    scaled.format = image.format
-    scaled.info = image.info
+    scaled.format, scaled.info = image.format, image.info
     return scaled
 
 
@@ -399,7 +394,7 @@ def use_torchcodec(is_used: bool = True) -> None:
         _jpeg_decoder = importlib.import_module("torchcodec.decoders").decode_jpeg
 
 
-def _decode_fast(payload: bytearray, frame: Frame, box: Box) -> Tensor | None:
+def _decode_fast(payload: memoryview, frame: Frame, box: Box) -> Tensor | None:
     """Return a box of a stored JPEG, whose bytes may be changed, as TorchCodec decodes it; None where it cannot."""
     # TorchCodec would turn the image as its EXIF data say.
     for position in frame.metadata:
@@ -458,7 +453,7 @@ class ImageFile:
         own_mode = MODES[frame.num_components]
         if _jpeg_decoder is not None and own_mode == mode and self.orientation == 1:
             # `_decode_fast` changes the bytes. A shortened file is a copy already.
-            own_payload = bytearray(payload) if payload is self.payload else payload
+            own_payload = memoryview(bytearray(payload) if payload is self.payload else payload)
             pixels = _decode_fast(own_payload, frame, stored)
             if pixels is not None:
                 return pixels

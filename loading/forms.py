@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from errors import as_user_error, one_line
+from loading.heic import require_heic
 from loading.index import CLASSES, ImageIndex
 from loading.source import HEIC_EXTENSIONS, Source, check_label_sets, is_remote, list_folder
 from settings import choices
 from settings.custom_code import load_function
-from settings.options import split_custom
+from settings.options import DataOptions
+from settings.rules import split_custom
 
 
 def find_sources(root: Path) -> list[Source]:
@@ -54,32 +56,30 @@ def open_source(root: Path, separator: str | None = None, extensions: Sequence[s
         print(one_line(f"{source.where} is used, not {' or '.join(other.where for other in others)}"))
     if source.form == "folder" and os.path.lexists(root.parent / CLASSES):
         print(one_line(f"{root.parent / CLASSES} is not read: class folders are in the order of their names"))
-    if source.form == "list":
+    if isinstance(source, ImageIndex):
         source.separator = separator
-    if extensions and isinstance(source, ImageIndex):
-        if {*HEIC_EXTENSIONS} & {*extensions}:
-            from loading.heic import require_heic
-
+        source.extensions += tuple(extensions or ())
+        if {*HEIC_EXTENSIONS} & {*(extensions or ())}:
             require_heic(f"--extensions {' '.join(extensions)} includes HEIC")
-        source.extensions = (*source.extensions, *extensions)
     return check_label_sets(source.open(), separator)
 
 
-def open_split(folder: str, args: Any) -> Source:
+def open_split(folder: str, data_options: DataOptions) -> Source:
     """Return a split's opened source, in a folder, behind an address or by FILE.py:FUNCTION; UserError for none."""
     name = os.path.basename(folder)
-    if is_remote(args.data_path):
+    if is_remote(data_options.data_path):
         from loading.remote import RemotePack
 
-        return check_label_sets(RemotePack(args.data_path, name, **remote_options(args)), args.multi_label)
-    if split_custom(args.data_path or ""):
+        pack = RemotePack(data_options.data_path, name, **remote_options(data_options))
+        return check_label_sets(pack, data_options.multi_label)
+    if split_custom(data_options.data_path or ""):
         from loading.own_data import open_own
 
-        with as_user_error(f"--data-path {args.data_path}"):
-            return open_own(load_function("data_path", args), name, args.multi_label)
-    return open_source(Path(folder), args.multi_label, args.extensions)
+        with as_user_error(f"--data-path {data_options.data_path}"):
+            return open_own(load_function("data_path", data_options.data_path), name, data_options.multi_label)
+    return open_source(Path(folder), data_options.multi_label, data_options.extensions)
 
 
-def remote_options(args: Any) -> dict[str, Any]:
+def remote_options(data_options: DataOptions) -> dict[str, Any]:
     """Return the options about addresses as arguments of `RemotePack`."""
-    return {"cache": args.cache, "cache_gib": args.cache_gib, "timeout_s": 60 * args.io_timeout}
+    return {"cache": data_options.cache, "cache_gib": data_options.cache_gib, "timeout_s": 60 * data_options.io_timeout}

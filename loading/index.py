@@ -107,7 +107,8 @@ class ImageIndex(ArraySource):
     """
 
     may_lack_classes = False  # whether a class may have no images
-    extensions = IMG_EXTENSIONS  # of the files that count as images
+    extensions: tuple[str, ...] = IMG_EXTENSIONS  # of the files that count as images
+    separator: str | None = None  # between the labels of an image in a list, with `--multi-label`
 
     def __init__(
         self, root: Path, where: Path | None = None, files: Sequence[Path] = (), class_list: Path | None = None
@@ -198,10 +199,8 @@ class ImageIndex(ArraySource):
             raise UserError(f"{self.where} holds neither images nor class folders; it needs one folder for each class")
         if not classes:
             prepare = f"python -m scripts.prepare {self.root.parent} ILSVRC2012_devkit_t12.tar.gz NEW_FOLDER"
-            raise UserError(
-                f"{self.where} holds {counted(num_stray, 'image')} and no class folders; list them in "
-                f"{self.root.name}.csv (docs/own-photographs.md), or, for ImageNet's: {prepare}"
-            )
+            remedy = f"list them in {self.root.name}.csv (docs/own-photographs.md), or, for ImageNet's: {prepare}"
+            raise UserError(f"{self.where} holds {counted(num_stray, 'image')} and no class folders; {remedy}")
 
     def _use(self, arrays: dict[str, numpy.ndarray]) -> None:
         self.classes = list(map(decode, arrays["classes"]))
@@ -225,8 +224,7 @@ def cache_path(root: Path) -> Path:
 
 def _state(status: os.stat_result) -> list[int]:
     """Return mtime, ctime (both ns) and size, which change with a file; the size of a folder says nothing and is 0."""
-    num_bytes = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
-    return [status.st_mtime_ns, status.st_ctime_ns, num_bytes]
+    return [status.st_mtime_ns, status.st_ctime_ns, 0 if stat.S_ISDIR(status.st_mode) else status.st_size]
 
 
 class Scan:
@@ -238,7 +236,7 @@ class Scan:
         self.doubt = ""  # why the scan may not be cached
         self.unread = []  # files in class folders that are no images by their names
         self.names, self.labels, self.locations = [], [], []
-        self.label_sets = None
+        self.label_sets: numpy.ndarray | None = None
 
     def watch(self, path: str, status: os.stat_result) -> None:
         """Record the state of a folder or file just before it is read."""

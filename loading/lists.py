@@ -16,6 +16,7 @@ import numpy
 
 from errors import UserError, counted, did_you_mean, is_printable, one_line
 from files import open_to_read
+from loading.heic import require_heic
 from loading.index import CLASSES, ImageIndex, Location, Scan, encode
 from loading.source import HEIC_EXTENSIONS, PHONE_EXTENSIONS, Source, encoded
 from settings.choices import FORMS
@@ -40,7 +41,7 @@ class ListIndex(ImageIndex):
     file, all of 0 to N - 1. With a `separator` an image has any number of labels, none included.
     """
 
-    form, separator = "list", None
+    form = "list"
     layout = "{split}.csv with the columns path and label"
 
     @classmethod
@@ -63,16 +64,14 @@ class ListIndex(ImageIndex):
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of the list, and return the classes."""
         scan.watch(self.where, os.stat(self.where))
-        rows = _read_rows(self.files[0], self.root.name, self.separator)
-        rows = [(line, with_slashes(path, self.root.parent), label) for line, path, label in rows]
+        listed = _read_rows(self.files[0], self.root.name, self.separator)
+        rows = [(line, with_slashes(path, self.root.parent), label) for line, path, label in listed]
         self._check_paths(rows)
         if not rows:
             raise UserError(f"{self.where} lists no images of {self.root.name}")
         # Refused at the start, and not at the first of them in the middle of an epoch.
         heics = [path for _, path, _ in rows if path.lower().endswith(HEIC_EXTENSIONS)]
         if heics:
-            from loading.heic import require_heic
-
             require_heic(f"{self.where} lists {counted(len(heics), 'HEIC file')}, such as {heics[0]!r}")
         texts = [label for _, _, label in rows]
         if self.separator is None:
@@ -110,11 +109,7 @@ class ListIndex(ImageIndex):
     def _check_paths(self, rows: list[tuple[int, str, str]]) -> None:
         """Raise UserError if some paths are no image's: the first, why, and the lines of others."""
         # All rows, though the first is enough to refuse the list: whoever corrects it wants to do so once.
-        wrong = []
-        for line, path, _ in rows:
-            reason = self._why_no_image(path)
-            if reason:
-                wrong.append((line, path, reason))
+        wrong = [(line, path, reason) for line, path, _ in rows if (reason := self._why_no_image(path))]
         if not wrong:
             return
         line, path, reason = wrong[0]
@@ -129,9 +124,9 @@ class ListIndex(ImageIndex):
     def _why_no_image(self, path: str) -> str:
         if ".." in path.split("/"):
             return "contains ..; give an absolute path"
-        if not path.lower().endswith((*self.extensions, *PHONE_EXTENSIONS)):
-            known = " ".join((*self.extensions, *PHONE_EXTENSIONS))
-            return f"has none of the extensions {known}; write the full file name, or give --extensions"
+        known = (*self.extensions, *PHONE_EXTENSIONS)
+        if not path.lower().endswith(known):
+            return f"has none of the extensions {' '.join(known)}; write the full file name, or give --extensions"
         if os.path.isfile(os.path.join(self.root.parent, path)):
             return ""
         return f"is not a file; paths are relative to {self.root.parent}, or absolute"
@@ -155,8 +150,7 @@ class ListIndex(ImageIndex):
 
     def _header(self) -> numpy.ndarray:
         """Return the header of `ImageIndex`, which differs for another separator or data path."""
-        parts = [f"labels {self.separator}", os.path.realpath(self.root.parent)]
-        return numpy.append(super()._header(), encode(parts))
+        return numpy.append(super()._header(), encode([f"labels {self.separator}", os.path.realpath(self.root.parent)]))
 
 
 def number_labels(
@@ -181,8 +175,8 @@ def number_labels(
         missing = [number for number, name in enumerate(classes) if int(name) != number]
         if missing:
             remedy = f"write all classes into {source.root.parent / CLASSES}, one name per line, starting with class 0"
-            numbers = f"its labels are numbers up to {classes[-1]}, and {missing[0]} has no image"
-            raise UserError(f"{source.where}: {numbers}; {remedy}")
+            found = f"its labels are numbers up to {classes[-1]}, and {missing[0]} has no image"
+            raise UserError(f"{source.where}: {found}; {remedy}")
     else:
         classes = sorted(set(labels))
         if all(re.fullmatch(r"-?\d+(\.\d+)?", label) for label in labels):
@@ -290,9 +284,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
             if len(line) == _MAX_LINE_BYTES:
                 raise UserError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES:,} bytes; is it a list?")
             # Spreadsheets write a mark in front of the first line.
-            encoding = "utf-8-sig" if number == 1 else "utf-8"
             try:
-                yield number, line.decode(encoding).rstrip("\r\n")
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:
                 raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason}); save it as UTF-8") from error
 

@@ -7,19 +7,21 @@ import mmap
 import os
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from distributed.collectives import count_cores
 from distributed.lending import at_end
 from distributed.signals import start_worker
 from errors import StorageError, UserError
 from loading.decode import use_torchcodec
+from settings.options import AugmentationOptions, OptimizationOptions
 
 # Batches that each worker loads ahead.
 _PREFETCH_FACTOR = 2
@@ -34,16 +36,15 @@ def check_workers(num_workers: int) -> None:
     cores = count_cores()
     most = max(_MOST_PER_CORE * cores, _MOST_ANYWHERE)
     if num_workers > most:
-        raise UserError(
-            f"--workers {num_workers}: this process has {cores} cores, enough for {most} at most; give about {cores}"
-        )
+        found = f"--workers {num_workers}: this process has {cores} cores"
+        raise UserError(f"{found}, enough for {most} at most; give about {cores}")
 
 
-def largest_batch_bytes(args: Any) -> int:
+def largest_batch_bytes(optimization: OptimizationOptions, augmentation: AugmentationOptions, in_chans: int) -> int:
     """Return the bytes of the pixels of the largest batch, in training or in evaluation."""
-    evaluated = args.eval_batch_size or args.batch_size
-    pixels = max(args.batch_size * args.train_crop_size**2, evaluated * args.val_crop_size**2)
-    return pixels * args.in_chans
+    evaluated = optimization.eval_batch_size or optimization.batch_size
+    pixels = max(optimization.batch_size * augmentation.train_crop_size**2, evaluated * augmentation.val_crop_size**2)
+    return pixels * in_chans
 
 
 def collate(samples: list[tuple[Tensor, int]], memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,7 @@ class _Tasks:
         return zip(itertools.repeat(self.set_number), slots, batches, following, strict=False)
 
 
-def batches_of(sampler: Any) -> Iterable[list[int]]:
+def batches_of(sampler: Any) -> BatchSampler | tuple[()]:
     """Return a sampler's keys in batches; none of None."""
     return () if sampler is None else BatchSampler(sampler, sampler.batch_size, drop_last=False)
 
@@ -103,7 +104,7 @@ def batches_of(sampler: Any) -> Iterable[list[int]]:
 class _TaskDataset(Dataset):
     """The data set of a worker process, whose keys are tasks: it loads a batch at a time, into its slot, if any."""
 
-    def __init__(self, sets: list[Dataset], slots: list[Tensor], num_workers: int) -> None:
+    def __init__(self, sets: list[Any], slots: list[Tensor], num_workers: int) -> None:
         self.sets, self.slots = sets, slots
         # What each worker loads: its pid, the set's number, the image's. In shared memory, since a worker that a
         # decoder's crash or the system's lack of memory ends can say no more.
@@ -138,7 +139,7 @@ def start_loader(worker: int) -> None:
 class BatchLoader:
     """Load batches of uint8 images and their classes, as `collate`, in this process or in worker processes.
 
-    A `DataLoader` gives it no more than its processes: what it loads are `_Tasks`, of a batch each.
+    A `DataLoader` only manages its processes; each item that it loads is a whole batch (`_Tasks`).
 
     Workers put images into shared memory and reuse it: a later batch overwrites it, so copy images that are to stay. A
     fresh page of shared memory would cost more than the copy into it. The batches take
@@ -158,25 +159,24 @@ class BatchLoader:
     def __init__(
         self, dataset: Dataset, sampler: Any = None, *, num_workers: int, batch_bytes: int, pin_memory: bool = False
     ) -> None:
-        self.dataset, self.sampler = dataset, sampler
-        self.pin_memory = pin_memory
+        self.dataset, self.sampler, self.pin_memory = dataset, sampler, pin_memory
         num_slots = num_workers * _PREFETCH_FACTOR + _SPARE_SLOTS if num_workers else 0
         # Anonymous memory: no file in /dev/shm, which containers keep small (Docker: 64 MiB). A page takes room once it
         # is written to. Slots are reused: a fresh shared batch each time took 127 us of an image where these take 5.
         try:
             memory = mmap.mmap(-1, max(num_slots * batch_bytes, 1))
         except (OSError, OverflowError) as error:
-            raise StorageError(
-                f"no memory for {num_slots} prefetched batches of {batch_bytes / 2**20:.0f} MiB from {num_workers} "
-                f"loader processes ({error}); use fewer --workers, or a smaller --batch-size",
-                exit_code=2,
-            ) from error
+            found = f"no memory for {num_slots} prefetched batches of {batch_bytes / 2**20:.0f} MiB"
+            reason = f"{found} from {num_workers} loader processes ({error})"
+            raise StorageError(f"{reason}; use fewer --workers, or a smaller --batch-size", exit_code=2) from error
         self.slots = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)) if num_slots else []
-        self._sets, self._set_number = [dataset], 0
+        self._sets: list[Any] = [dataset]  # each has a `load`, and those of a `Source` an `index`
+        self._set_number = 0
         self._tasks = _Tasks(num_slots, num_workers)
+        self._task_set = _TaskDataset(self._sets, self.slots, num_workers)
         self.loader = DataLoader(
-            _TaskDataset(self._sets, self.slots, num_workers),
-            batch_sampler=self._tasks,
+            self._task_set,
+            batch_sampler=self._tasks,  # type: ignore[arg-type]  # torch's annotation wants lists, its code anything
             num_workers=num_workers,
             prefetch_factor=_PREFETCH_FACTOR if num_workers else None,
             persistent_workers=num_workers > 0,
@@ -211,19 +211,17 @@ class BatchLoader:
         try:
             self._start_epoch()
         except (OSError, RuntimeError) as error:
-            raise StorageError(
-                f"cannot start {self.loader.num_workers} loader processes ({error}); use fewer --workers, or raise "
-                "the limits: `ulimit -n`, `ulimit -u`, the size of /dev/shm",
-                exit_code=2,
-            ) from error
+            found = f"cannot start {self.loader.num_workers} loader processes ({error})"
+            remedy = "use fewer --workers, or raise the limits: `ulimit -n`, `ulimit -u`, the size of /dev/shm"
+            raise StorageError(f"{found}; {remedy}", exit_code=2) from error
 
     def close(self) -> None:
         """End the processes, if any, which the frames of an error would keep alive in a notebook."""
-        if self.loader._iterator is not None:
+        if isinstance(self.loader._iterator, _MultiProcessingDataLoaderIter):
             self.loader._iterator._shutdown_workers()
 
     @property
-    def batch_sampler(self) -> Iterable[list[int]]:
+    def batch_sampler(self) -> BatchSampler | tuple[()]:
         """The keys of an epoch in batches."""
         return batches_of(self.sampler)
 
@@ -249,10 +247,7 @@ class BatchLoader:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _batches(self, loaded: Iterator[tuple], number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            batch = self._next(loaded)
-            if batch is None:
-                return
+        while (batch := self._next(loaded)) is not None:
             # Two iterators at once would load into the same slots.
             assert number == self._tasks.number or not self.slots
             if self.slots:
@@ -269,7 +264,7 @@ class BatchLoader:
             return next(loaded, None)
         except RuntimeError as error:
             # torch's message has the process's id and no more.
-            for pid, set_number, number in self.loader.dataset.loading.tolist():
+            for pid, set_number, number in self._task_set.loading.tolist():
                 if re.search(rf"worker \(pid.*\b{pid}\b", str(error)) and hasattr(self._sets[set_number], "index"):
                     name = self._sets[set_number].index.name(number)
                     raise RuntimeError(f"{error} It was loading {name}.") from error

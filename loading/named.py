@@ -36,8 +36,6 @@ def open_named(
     if root.suffix in choices.FORMS["list"].endings:
         root = root.with_suffix("")
     if not find_sources(root):
-        raise UserError(
-            f"{option} {text}: {folder} holds no images; give a folder with one folder for each class, a list, or the "
-            "path of tars or of a pack, without the ending"
-        )
+        wanted = "a folder with one folder for each class, a list, or the path of tars or of a pack, without the ending"
+        raise UserError(f"{option} {text}: {folder} holds no images; give {wanted}")
     return name, open_source(root, separator, extensions)

@@ -4,6 +4,7 @@ Images travel as uint8 for a quarter of the bytes of floats, from the loader's p
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,9 @@ class Normalize:
     """
 
     def __init__(
-        self,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        device: torch.device,
+        self, mean: Sequence[float], std: Sequence[float], device: torch.device,
         memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.mean = torch.tensor(mean, device=device).view(-1, 1, 1)
         self.std = torch.tensor(std, device=device).view(-1, 1, 1)
         self.memory_format = memory_format

@@ -21,8 +21,7 @@ def open_own(function: Callable[[str], Source], split: str, separator: str | Non
 
 def _check_labels(source: Source) -> None:
     """Refuse classes and labels that cannot be."""
-    names = source.classes
-    sets = source.label_sets
+    names, sets = source.classes, source.label_sets
     are_texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not are_texts or len({*names}) < len(names):
         raise UserError("classes: expected a list of unique names")

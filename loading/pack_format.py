@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import zlib
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import numpy
 
 from errors import UserError
 from files import open_to_read
-from loading import heic  # noqa: F401, before the first step: a pack may hold HEICs, and a checkout change under a run
 
 # The manifest that scripts/pack.py writes next to its shards, and the values by which it is recognised.
 PACK_MANIFEST, PACK_KIND, PACK_FORMAT = "manifest.json", "touchstone pack", 1
@@ -44,12 +44,10 @@ def read_manifest(path: Path) -> dict | None:
 
 def parse_manifest(content: bytes) -> dict | None:
     """Return the manifest of a pack from the bytes of its file; None if they are another tool's."""
-    try:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):  # no JSON, or other JSON
         manifest = json.loads(content)
         if manifest["kind"] == PACK_KIND:
             return manifest
-    except (ValueError, KeyError, TypeError, RecursionError):  # no JSON, or other JSON
-        pass
     return None
 
 
@@ -63,8 +61,7 @@ def shard_checksums(name: str, folder: Path) -> dict[str, str]:
         if manifest["format"] != PACK_FORMAT:
             return {}
         state = manifest["state"]
-        shards = manifest["splits"][name]["shards"]
-        checksums = {str(record["file"]): str(record["sha256"]) for record in shards}
+        checksums = {str(record["file"]): str(record["sha256"]) for record in manifest["splits"][name]["shards"]}
     except (KeyError, TypeError):
         return {}
     if state != "complete":
@@ -96,8 +93,7 @@ def decode_index(content: bytes, where: str) -> tuple[dict[str, Any], numpy.ndar
         metadata = json.loads(head)
         if metadata["format"] != FORMAT:
             raise ValueError(f"format {metadata['format']!r:.40}, expected {FORMAT!r}")
-        number = metadata["images"]
-        width = metadata["width"]
+        number, width = metadata["images"], metadata["width"]
         if not (type(number) is type(width) is int and min(number, width) > 0):
             raise ValueError("it has no valid number of images")
         length = number * (width + _ROW_BYTES)
@@ -132,8 +128,7 @@ def _check_columns(classes: list[str], files: list[dict], columns: dict[str, num
     if not has_names or not 0 < min(lengths) <= sum(lengths) < 1 << 60:
         raise ValueError("its shards have no valid names or sizes")
     labels, shards, offsets, sizes, _ = columns.values()
-    has_no_negative = min(map(numpy.min, columns.values())) >= 0
-    is_known = has_no_negative and labels.max() < len(classes) and shards.max() < len(files)
+    is_known = min(map(numpy.min, columns.values())) >= 0 and labels.max() < len(classes) and shards.max() < len(files)
     if not is_known or (offsets > numpy.array(lengths)[shards] - sizes).any():
         raise ValueError("an image has no valid class or shard")
 

@@ -32,10 +32,9 @@ class TimmPolicy:
         auto_augment = importlib.import_module(f"{timm.__name__}.data.auto_augment")
         resampling = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
         options = {
-            "translate_const": int(crop_size * 0.45),
-            "img_mean": tuple(min(255, round(255 * value)) for value in mean),
+            "translate_const": int(crop_size * 0.45), "img_mean": tuple(min(255, round(255 * value)) for value in mean),
             "interpolation": resampling.get(interpolation.value, Image.Resampling.NEAREST),
-        }
+        }  # fmt: skip
         specification = name.removeprefix("timm/")
         kinds = {"rand": "rand_augment_transform", "augmix": "augment_and_mix_transform"}
         build = getattr(auto_augment, kinds.get(specification.split("-")[0], "auto_augment_transform"))

@@ -11,7 +11,7 @@ from errors import duration, one_line
 PROGRESS_S = 5.0
 
 
-def size_text(num_bytes: int) -> str:
+def size_text(num_bytes: float) -> str:
     """Return a size in a unit that suits it."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
@@ -34,8 +34,7 @@ class Progress:
         self._begin_interval()
 
     def _begin_interval(self) -> None:
-        self._last_s = time.monotonic()
-        self._last_share = self.share
+        self._last_s, self._last_share = time.monotonic(), self.share
 
     @property
     def share(self) -> float:

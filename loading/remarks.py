@@ -26,14 +26,13 @@ def unused_range(source: Any, how: Decoding) -> str:
                 continue
             image = load_image(source.read(number), how.grey_range)
             if image.info["bits"]:
-                ends += sum(to_mode(image).getextrema(), ())
+                ends += numpy.ravel(to_mode(image).getextrema()).tolist()
     low, high = min(ends, default=0), max(ends, default=255)
     # Cameras of 12 bits often fill files of 16, which load nearly black: their highest pixel is 15 of 255.
     if high - low > 64:
         return ""
     share = f"{(high - low + 1) / 256:.0%} of their range: loaded, their pixels are {low} to {high} of 255"
-    remedy = "--grey-range 0 4095 is for grey images of 12 bits"
-    return f"samples with more than 8 bits use {share}; {remedy}"
+    return f"samples with more than 8 bits use {share}; --grey-range 0 4095 is for grey images of 12 bits"
 
 
 def turned_share(source: Any, how: Decoding) -> str:

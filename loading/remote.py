@@ -44,13 +44,11 @@ class RemotePack(ArraySource):
     ) -> None:
         super().__init__(Path(split))
         self.store = open_store(url)
-        self.url = url.rstrip("/")
-        self.timeout_s = timeout_s
+        self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.where = f"{self.url}/{split}"
         content = self._read_index(f"{self.url}/{index_name(split)}", split)
         self.classes = self.pack["classes"]
-        self.labels = self.columns["labels"]
-        self.files = self.pack["shards"]
+        self.labels, self.files = self.columns["labels"], self.pack["shards"]
         several = self.pack.get("labels")
         if several:
             with as_user_error(f"{self.url}/{index_name(split)} is damaged; pack again"):
@@ -60,11 +58,10 @@ class RemotePack(ArraySource):
                     raise ValueError("its folders are others")
         if not cache:
             home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-            cache = home / "touchstone"
+            cache = str(home / "touchstone")
         # By the index's hash: a pack that is written again at the same address has a cache of its own.
         folder = Path(cache) / f"{digest([content])}-{split}"
-        lengths = [0, *(each["bytes"] for each in self.files)]
-        begins = numpy.cumsum(lengths, dtype=numpy.int64)[self.columns["shards"]]
+        begins = numpy.cumsum([0, *(each["bytes"] for each in self.files)], dtype=numpy.int64)[self.columns["shards"]]
         self.cache = Cache(folder, begins + self.columns["offsets"], self.columns["sizes"], cache_gib)
         self._begin_anew(None)
 

@@ -1,8 +1,11 @@
 """Orders in which images come more than once: classes in turn, and repetitions that are no neighbours."""
 
 from collections import Counter
+from typing import TypeVar
 
 import torch
+
+Key = TypeVar("Key", bound=int)  # a number of an image, or a `SampleKey`
 
 
 def balanced_order(labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -16,9 +19,8 @@ def balanced_order(labels: torch.Tensor, generator: torch.Generator) -> torch.Te
         labels: (N,) the images' classes; those without images have no turn.
         generator: all draws are from it.
     """
-    counts = labels.bincount()[labels.unique()].tolist()
     # Stable sorts throughout: only they give one order of equal keys in every version of torch and on any processor.
-    by_class = labels.argsort(stable=True).split(counts)
+    by_class = labels.argsort(stable=True).split(labels.bincount()[labels.unique()].tolist())
     num_turns = -(-len(labels) // len(by_class))
     turns = torch.rand(num_turns, len(by_class), generator=generator)
     turns = turns.argsort(dim=1, stable=True).flatten()[: len(labels)]
@@ -42,7 +44,7 @@ def count_earlier(order: torch.Tensor) -> torch.Tensor:
     return earlier
 
 
-def without_neighbours(keys: list[int]) -> list[int]:
+def without_neighbours(keys: list[Key]) -> list[Key]:
     """Return the keys in a circular order without two neighbours of the same image, if there is one.
 
     Image by image, the most frequent ones first, the keys take every other position, and then the positions between.

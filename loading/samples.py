@@ -3,6 +3,7 @@
 import json
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,8 +57,7 @@ class Samples:
             file.seek(offset)
             label = _label(where, kind, file.read(min(size, _MAX_LABEL_BYTES)), is_needed="/" not in key)
             if label is None:
-                if not self.unread:
-                    self.unread = where
+                self.unread = self.unread or where
                 continue
             if others or len(images) != 1:
                 counts = f"there are {len(others) + 1} such labels and {len(images)} images with this key"
@@ -82,7 +82,7 @@ class Samples:
             by_key[stem if stem in self._labels else os.path.join(folder, name.partition(".")[0])].append(image)
         return by_key
 
-    def add_to(self, scan: Scan, source: ImageIndex, paths: list[Path]) -> list[str]:
+    def add_to(self, scan: Scan, source: ImageIndex, paths: Sequence[Path]) -> list[str]:
         """Add the images to a scan, and return the classes."""
         if self.unlabelled:
             raise UserError(f"{self.unlabelled} without a label; every image needs a .cls or .json with its key")

@@ -49,7 +49,7 @@ class Source(ABC):
     layout = ""
     classes: list[str]
 
-    def __init__(self, root: Path, where: Path | None = None) -> None:
+    def __init__(self, root: Path, where: Path | str | None = None) -> None:
         self.root, self.where = root, str(where or root)
 
     @classmethod
@@ -73,7 +73,7 @@ class Source(ABC):
         """Return the name of an image's class, or those of its classes."""
         labels = [self.label(number)]
         if self.label_sets is not None:
-            labels = numpy.flatnonzero(self.label_sets[labels[0]])
+            labels = numpy.flatnonzero(self.label_sets[labels[0]]).tolist()
         return ", ".join(self.classes[each] for each in labels)
 
     @abstractmethod
@@ -109,9 +109,7 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """Return a hash of the names and labels of all images, the same in every format."""
         pieces = (encoded(f"{self.name(number)} {self.label(number)}\n") for number in range(len(self)))
-        if self.label_sets is not None:
-            pieces = chain(pieces, [self.label_sets.tobytes()])
-        return digest(pieces)
+        return digest(pieces if self.label_sets is None else chain(pieces, [self.label_sets.tobytes()]))
 
     def identity(self) -> dict[str, str | None]:
         """Return what tells a split from another with the same names, without a look at each file.

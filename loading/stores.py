@@ -60,10 +60,9 @@ class HttpStore:
         most = size or MAX_INDEX_BYTES
         path = f"{urllib.parse.quote(self.url.path, safe='/%')}/{urllib.parse.quote(name)}"
         headers = {} if size is None else {"Range": f"bytes={start}-{start + size - 1}"}
-        expected_status = 200 if size is None else 206
         try:
             response = self._get(path, headers, partial(_Answer, where, most))
-            if response.status != expected_status:
+            if response.status != (200 if size is None else 206):
                 # What follows on this connection is the body of a refusal, of any length: it is not read.
                 self._local.pid = None
                 raise _refused(where, response)
@@ -75,8 +74,7 @@ class HttpStore:
             raise UserError(f"{where}: {error.verify_message}; set SSL_CERT_FILE=FILE to trust others") from error
         except (OSError, http.client.HTTPException) as error:  # a truncated body too
             self._local.pid = None
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise explain_limit(error) or PassingError(reason) from error
+            raise explain_limit(error) or PassingError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         whole = response.getheader("Content-Range", "").rpartition("/")[2]
         # No file's length has 20 digits, and Python refuses to convert some thousands.
         if not whole.isdecimal() or len(whole) >= 20:
@@ -138,7 +136,7 @@ class _BoundedReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int | None:
+    def readinto(self, buffer: Any) -> int | None:
         elapsed_s = time.monotonic() - self.begin_s
         if elapsed_s > _SILENCE_S + self.num_bytes / _SLOWEST:
             raise TimeoutError(f"only {self.num_bytes:,} bytes received in {elapsed_s:.0f} s")
@@ -187,7 +185,8 @@ class ObjectStore:
     """
 
     def __init__(self, url: str) -> None:
-        self.url, self._pid, self._store = url, None, None
+        self.url, self._store = url, None
+        self._pid: int | None = None
         self.package = require_package("obstore", url)
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> tuple[bytes, int | None]:

@@ -78,8 +78,7 @@ def minival_numbers(source: Source, fraction: float, fold: int = 0) -> list[int]
         begin, end = (min(int(len(images) * fraction * number + 0.5), len(images)) for number in (fold, fold + 1))
         # Fold 0 has an image, unless that would be the class's only one, and the others do not repeat it.
         begin = max(begin, min(fold, 1))
-        end = max(end, 1)
-        end = min(end, len(images) - (fold == 0))
+        end = min(max(end, 1), len(images) - (fold == 0))
         held += [number for _, number in sorted(images)[begin:end]]
     return sorted(held)
 

@@ -15,7 +15,7 @@ from loading.index import CLASSES, REMOVE_FROM_TAR, ImageIndex, Location, Scan, 
 from loading.pack_format import PACK_MANIFEST, decode_label_sets, read_manifest, shard_checksums
 from loading.progress import Progress
 from loading.samples import LABELS, Samples
-from loading.source import PHONE_EXTENSIONS, check_num_bytes, digest, encoded, list_folder
+from loading.source import PHONE_EXTENSIONS, Source, check_num_bytes, digest, encoded, list_folder
 
 
 class TarIndex(ImageIndex):
@@ -32,19 +32,16 @@ class TarIndex(ImageIndex):
         self.form = form
         if shard_checksums(root.name, files[0].parent):
             self.pack = read_manifest(files[0].parent / PACK_MANIFEST).get("facts")
-            more = ()
-            if isinstance(self.pack, dict) and self.pack.get("extensions"):
-                more = [each for each in self.pack["extensions"] if isinstance(each, str)]
+            more = (isinstance(self.pack, dict) and self.pack.get("extensions")) or ()
             # Names in a pack keep the extensions that they had before it was packed, whatever its files are now.
-            self.extensions += (*PHONE_EXTENSIONS, *more)
+            self.extensions += (*PHONE_EXTENSIONS, *(each for each in more if isinstance(each, str)))
 
     @classmethod
-    def find(cls, root: Path) -> list["TarIndex"]:
+    def find(cls, root: Path) -> list[Source]:
         """Return the tars in the split's folder, then shards next to it, then one tar next to it."""
-        within = _tars_in(root)
-        around = _tars_in(root.parent)
+        within, around = _tars_in(root), _tars_in(root.parent)
         official = f"ILSVRC2012_img_{root.name}.tar"
-        found = []
+        found: list[Source] = []
         if within:
             is_whole = len(within) in map(len, _shards(root.name, within)) or [tar.name for tar in within] == [official]
             found.append(cls(root, within, "tars" if is_whole else "class tars"))
@@ -83,8 +80,7 @@ class TarIndex(ImageIndex):
 
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of the folder that the tars would be extracted to, and return the classes."""
-        num_bytes = sum(tar.stat().st_size for tar in self.files)
-        progress = Progress(f"scanning {self.where}", total_bytes=num_bytes)
+        progress = Progress(f"scanning {self.where}", total_bytes=sum(tar.stat().st_size for tar in self.files))
         reader = _TarReader(self.root.name, progress, self.extensions)
         for number, path in enumerate(self.files):
             with open_to_read(path) as file:
@@ -118,9 +114,8 @@ class TarIndex(ImageIndex):
         if isinstance(self.pack, dict) and self.pack.get(f"{self.root.name} labels"):
             folders, classes = self._read_label_sets(self.pack[f"{self.root.name} labels"], scan)
         labels = {name: label for label, name in enumerate(folders)}
-        with as_user_error(
-            f"{self.where} is not as its {PACK_MANIFEST} says; pack again, for it has no labels for a folder"
-        ):
+        trouble = f"{self.where} is not as its {PACK_MANIFEST} says; pack again, for it has no labels for a folder"
+        with as_user_error(trouble):
             ordered = sorted((labels[top], folder) for folder, top in tops.items())
         for label, folder in ordered:
             names = sorted(found[folder])
@@ -159,14 +154,14 @@ def _shards(name: str, tars: list[Path]) -> list[list[Path]]:
             continue  # no shard, such as train-2024.tar
         for expected, (number, _, tar) in enumerate(sorted(shards)):
             if number != expected:
-                missing = tar.with_name(f"{prefix}-{expected:0{len(digits)}d}.tar")
-                raise UserError(f"{missing} is missing, but {tar.name} exists; a set needs every shard")
+                lacking = tar.with_name(f"{prefix}-{expected:0{len(digits)}d}.tar")
+                raise UserError(f"{lacking} is missing, but {tar.name} exists; a set needs every shard")
         sets[prefix] = [tar for *_, tar in sorted(shards)]
     checksums = shard_checksums(name, tars[0].parent) if name in sets else {}
     missing = [file for file in checksums if file not in {shard.name for shard in sets[name]}]
     if missing:
-        lacking = f"{len(missing)} of the {len(checksums)} shards in {PACK_MANIFEST} are missing"
-        raise UserError(f"{tars[0].with_name(missing[0])} is missing: {lacking}; --data-path needs every shard")
+        words = f"{len(missing)} of the {len(checksums)} shards in {PACK_MANIFEST} are missing"
+        raise UserError(f"{tars[0].with_name(missing[0])} is missing: {words}; --data-path needs every shard")
     return list(sets.values())
 
 
@@ -202,7 +197,7 @@ def tar_members(
             if member.size < 0 or member.offset < position or member.offset_data + member.size > end:
                 raise tarfile.ReadError(f"member {member.name!r} is incomplete")
             position = member.offset_data
-            archive.members.clear()  # the archive would keep a million of them
+            archive.members.clear()  # type: ignore[attr-defined]  # typeshed has no `members`; the archive would keep a million of them
             if member.name.startswith("/") or "\0" in member.name or ".." in member.name.split("/"):
                 raise UserError(f"{path} holds {member.name!r}, which points outside the folder; such a tar is refused")
             yield member

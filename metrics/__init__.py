@@ -1,7 +1,7 @@
 """The metrics that training lines and evaluations show."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,8 @@ from distributed.collectives import all_gather, interleave
 from errors import UserError, as_user_error
 from settings.choices import CURVES, METRICS, Curve, curves_of
 from settings.custom_code import load_function
-from settings.options import split_custom
+from settings.rules import split_custom
+from settings.stages import Parsed
 
 
 def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tuple[int, ...] = (1,)) -> list[Tensor]:
@@ -54,7 +55,7 @@ class Metric:
         """
         return []
 
-    def compute(self, sums: list[float], count: int) -> dict[str, float | list[float]]:
+    def compute(self, sums: list[float], count: int) -> Mapping[str, float | list[float]]:
         """Return values by name. Logs take any name.
 
         Args:
@@ -99,13 +100,13 @@ class Accuracy(Metric):
         return {f"acc{k}": 100 * hits / count for k, hits in zip(self.topk, sums, strict=True)}
 
 
-def build_metrics(args: Any, num_classes: int) -> list[Metric]:
+def build_metrics(args: Parsed, num_classes: int) -> list[Metric]:
     """Return the metrics other than the loss, for training lines and evaluations, of a model with that many classes.
 
     UserError if a function of the user's own returns none, or `--best-metric` names none of them.
     """
-    names = args.metrics or []
-    if args.multi_label:  # an image has no one class that could be right
+    names = args.monitoring.metrics or []
+    if args.data.multi_label:  # an image has no one class that could be right
         metrics = [METRICS["f1"].load()(num_classes, is_multi_label=True), METRICS["map"].load()(num_classes)]
     else:
         metrics = [Accuracy((1, 5) if num_classes > 5 else (1,))]
@@ -118,16 +119,19 @@ def build_metrics(args: Any, num_classes: int) -> list[Metric]:
         from metrics.own import check_metric, example_targets
 
         with as_user_error(f"--metrics {name}"):
-            metric = load_function("metrics", args, name)(num_classes)
+            metric = load_function("metrics", name)(num_classes)
             taken = {"loss"}.union(*(each.curves for each in metrics))
-            check_metric(metric, num_classes, example_targets(args, num_classes), taken)
+            targets = example_targets(args.augmentation, args.data.multi_label, num_classes)
+            check_metric(metric, num_classes, targets, taken)
             metric.key = split_custom(name)[1]
             # By this table pages and charts find titles, and `--best-metric` the direction in which a value is better.
             CURVES.update(metric.curves)
             metrics.append(metric)
     known = ["loss", *(name for metric in metrics for name in metric.curves)]
-    if args.best_metric not in known and not args.test_only:
-        raise UserError(f"--best-metric {args.best_metric} is not among --metrics; there are {', '.join(known)}")
+    if args.checkpoint.best_metric not in known and not args.checkpoint.test_only:
+        raise UserError(
+            f"--best-metric {args.checkpoint.best_metric} is not among --metrics; there are {', '.join(known)}"
+        )
     return metrics
 
 
@@ -167,8 +171,8 @@ class Tally:
         """Return (batches, width) float64: the sums of each batch since the last call; wait for the device."""
         if not self.unread:
             return torch.zeros(0, self._width, dtype=torch.float64)
-        counts, *columns = zip(*self.unread, strict=True)
-        counts = torch.tensor(counts, dtype=torch.float64)[:, None]
+        numbers, *columns = zip(*self.unread, strict=True)
+        counts = torch.tensor(numbers, dtype=torch.float64)[:, None]
         # One copy from the device for each column, and not for each batch; float64 on the CPU, which some devices lack.
         losses, *sums = (torch.stack(column).cpu().double().view(len(counts), -1) for column in columns)
         self.unread = []
@@ -177,8 +181,8 @@ class Tally:
 
     def _compute(self, sums: Tensor) -> tuple[dict[str, Any], int]:
         """Return the values by name of (width,) sums, and the number of images."""
-        *sums, count = sums.tolist()
-        rest = iter(sums)
+        *numbers, count = sums.tolist()
+        rest = iter(numbers)
         values = {}
         for metric in self.metrics:
             values |= metric.compute(list(itertools.islice(rest, metric.num_sums)), max(int(count), 1))
@@ -192,8 +196,7 @@ class Tally:
         rows = self._read()
         self._local.append(rows)
         values, count = self._compute(rows.sum(dim=0))
-        so_far, _ = self._compute(torch.cat(self._local).sum(dim=0))
-        return values, count, so_far
+        return values, count, self._compute(torch.cat(self._local).sum(dim=0))[0]
 
     def synchronize_between_processes(self) -> Tensor:
         """Add up the batches since the last call. Collective: every rank must call it.
@@ -217,8 +220,7 @@ class Tally:
         """Return the values that `compute_and_reset` would return now, or none if there are no images."""
         if not self._sums[-1]:
             return {}
-        values, _ = self._compute(self._sums)
-        return values
+        return self._compute(self._sums)[0]
 
     def compute_and_reset(self) -> tuple[dict[str, Any], int]:
         """Return the values by name over the batches gathered since the last call, and the number of images."""

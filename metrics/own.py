@@ -8,19 +8,19 @@ from torch import Tensor
 from errors import UserError, as_user_error
 from loading.on_device import one_hot
 from metrics import Metric
+from settings.options import AugmentationOptions
 
 # Names of fields of records that no metric may have.
 RESERVED = {"kind", "step", "epoch", "images", "n", "lr", "hours", "time", "grad_norm", "weight_norm", "world_size"}
 
 
-def example_targets(args: Any, num_classes: int) -> list[Tensor]:
+def example_targets(augmentation: AugmentationOptions, multi_label: str | None, num_classes: int) -> list[Tensor]:
     """Return the targets of some images, in each form that losses and metrics are given in this run."""
     size = 3 if num_classes == 2 else 2  # no shape fits by chance
-    classes = torch.zeros(size, dtype=torch.int64)
-    shares = torch.zeros(size, num_classes)
-    if args.multi_label:
+    classes, shares = torch.zeros(size, dtype=torch.int64), torch.zeros(size, num_classes)
+    if multi_label:
         return [shares]
-    if args.mixup_alpha or args.cutmix_alpha:
+    if augmentation.mixup_alpha or augmentation.cutmix_alpha:
         return [classes, shares]
     return [classes]
 
@@ -42,11 +42,13 @@ def check_metric(metric: Any, num_classes: int, targets: list[Tensor], taken: se
             twice = metric.batch_sums(*(torch.cat([each, each]) for each in batch))
         _check_sums(sums, twice, metric.num_sums)
     # The sums are those of the last target, as a tally would pass them on.
-    values = metric.compute([float(each) for part in sums for each in part.flatten()], len(target))
+    values = dict(metric.compute([float(each) for part in sums for each in part.flatten()], len(target)))
     metric.observe(*batch)
     values |= metric.gather()
     for name, value in values.items():
-        _check_value(name, value)
+        for each in value if type(value) is list else [value]:
+            if type(each) not in (int, float):  # records hold plain numbers, and no tensors
+                raise UserError(f"compute returns a {type(each).__name__} as {name}; expected a float")
     lacking = metric.curves.keys() - values.keys()
     if lacking:
         raise UserError(f"compute returns no {min(lacking)}, which curves names")
@@ -62,11 +64,3 @@ def _check_sums(sums: list[Tensor], twice: list[Tensor], num_sums: int) -> None:
     # A mean would be the same twice over, and sums that keep a state would grow by more.
     if not all(torch.allclose(2.0 * one, 1.0 * two) for one, two in zip(sums, twice, strict=True)):
         raise UserError("batch_sums of a batch twice over are not twice its own: return sums, and keep no state")
-
-
-def _check_value(name: str, value: Any) -> None:
-    """Refuse a value, or a list of them, that records of plain numbers cannot hold, such as a tensor."""
-    values = value if type(value) is list else [value]
-    for each in values:
-        if type(each) not in (int, float):
-            raise UserError(f"compute returns a {type(each).__name__} as {name}; expected a float")

@@ -27,8 +27,7 @@ def rank_classes(output: Tensor | tuple[Tensor, ...], target: Tensor, k: int) ->
     if not isinstance(output, Tensor):
         output = output[0]
     if not output.is_cuda:  # other accelerators may have no float64
-        output = output.cpu()
-        target = target.cpu()
+        output, target = output.cpu(), target.cpu()
     output = output.double()
     # `topk` says nothing about the order of equal scores; a stable sort gives the same places on every device.
     order = output.argsort(dim=1, descending=True, stable=True)
@@ -72,9 +71,8 @@ class MeanAveragePrecision(Metric):
 
     def gather(self) -> dict[str, float]:
         """Return the mean over all images since the last call. Collective."""
-        rows = torch.zeros(0, 2 * self.num_classes)  # a process may have no batch of a small set, and still takes part
-        if self._rows:
-            rows = torch.cat(self._rows).cpu()
+        # A process may have no batch of a small set, and still takes part.
+        rows = torch.cat(self._rows).cpu() if self._rows else torch.zeros(0, 2 * self.num_classes)
         scores, targets = torch.cat(all_gather(rows)).numpy().T.reshape(2, self.num_classes, -1)
         self._rows = []
         if numpy.isnan(scores).any():  # which have no order

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from errors import UserError, as_user_error, counted, did_you_mean
 from loading.source import count_classes
+from settings.options import OptimizationOptions
 
 
-def class_weights(args: Any, dataset: Dataset) -> Tensor:
+def class_weights(optimization: OptimizationOptions, device: str, dataset: Any) -> Tensor:
     """Return (num_classes,) float32 on the device: the weights of `--class-weights` for a training set.
 
     Balanced ones are images / (classes x images of the class), as scikit-learn's; with `--bce-loss` negatives /
@@ -20,18 +20,18 @@ def class_weights(args: Any, dataset: Dataset) -> Tensor:
     Raises:
         UserError: the file cannot be read, or does not give one weight above 0 to each class.
     """
-    if args.class_weights == "balanced":
+    if optimization.class_weights == "balanced":
         # A class without images, in a trial on few of them, would have an infinite weight.
         counts = count_classes(dataset.index).clip(min=1)
-        others = len(dataset) / len(counts)
-        if args.bce_loss:
-            others = (len(dataset) - counts).clip(min=1)
-        return torch.tensor(others / counts, dtype=torch.float32, device=args.device)
+        weights = len(dataset) / len(counts) / counts
+        if optimization.bce_loss:
+            weights = (len(dataset) - counts).clip(min=1) / counts
+        return torch.tensor(weights, dtype=torch.float32, device=device)
     from loading.lists import read_table
 
     found = {}
-    with as_user_error(f"--class-weights {args.class_weights}"):
-        for line, row in read_table(Path(args.class_weights), ("class", "weight")):
+    with as_user_error(f"--class-weights {optimization.class_weights}"):
+        for line, row in read_table(Path(optimization.class_weights), ("class", "weight")):
             name = str(row["class"])
             weight = float(row["weight"])
             if name in found:
@@ -44,4 +44,4 @@ def class_weights(args: Any, dataset: Dataset) -> Tensor:
         missing = [name for name in dataset.classes if name not in found]
         if missing:
             raise UserError(f"{counted(len(missing), 'class')} missing, such as {missing[0]}; give each class a weight")
-    return torch.tensor([found[name] for name in dataset.classes], dtype=torch.float32, device=args.device)
+    return torch.tensor([found[name] for name in dataset.classes], dtype=torch.float32, device=device)

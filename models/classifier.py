@@ -13,12 +13,12 @@ def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
     timm's models know their one or two heads. In other models these are the last layer, and the last one of each
     auxiliary classifier.
     """
-    layers = (pair for pair in model.named_modules() if isinstance(pair[1], nn.Linear | nn.Conv2d))
-    sizes = {name: len(layer.weight) for name, layer in layers}
-    if hasattr(model, "get_classifier"):
-        heads = model.get_classifier()
-        if not isinstance(heads, tuple | list | nn.ModuleList):
-            heads = [heads]
+    kinds = nn.Linear | nn.Conv2d
+    sizes = {name: len(layer.weight) for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    find_heads = getattr(model, "get_classifier", None)
+    if find_heads is not None:
+        found = find_heads()
+        heads = found if isinstance(found, tuple | list | nn.ModuleList) else [found]
         inside = {id(module) for head in heads for module in head.modules()}
         lasts = [name for name in sizes if id(model.get_submodule(name)) in inside]
     else:

@@ -1,12 +1,11 @@
 """The exponential moving average of a model's weights, `--model-ema`."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from errors import counted
+from settings.options import ModelOptions, ScheduleOptions
 
 
 class ExponentialMovingAverage(AveragedModel):
@@ -23,7 +22,7 @@ class ExponentialMovingAverage(AveragedModel):
 
     def __init__(self, model: nn.Module, decay: float, device: torch.device | str | None = "cpu") -> None:
         # With the buffers: running statistics of the last weights do not fit averaged ones.
-        super().__init__(model, device, use_buffers=True)
+        super().__init__(model, device, use_buffers=True)  # type: ignore[arg-type]  # torch's annotation lacks names
         self.requires_grad_(False)
         self.decay = decay
         self.n_averaged = torch.tensor(0, device="cpu")
@@ -32,8 +31,7 @@ class ExponentialMovingAverage(AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards `model`; copy `model` the first time, and after `n_averaged.fill_(0)`."""
         has_begun = bool(self.n_averaged)
-        averaged = ([], [])
-        copied = ([], [])
+        averaged, copied = ([], []), ([], [])
         own_state = [*self.module.parameters(), *self.module.buffers()]
         for own, new in zip(own_state, [*model.parameters(), *model.buffers()], strict=True):
             kind = averaged if has_begun and own.is_floating_point() else copied
@@ -57,7 +55,7 @@ class ExponentialMovingAverage(AveragedModel):
         self.module.load_state_dict(model.state_dict())
 
 
-def ema_decay(args: Any) -> float:
+def ema_decay(model_options: ModelOptions, schedule: ScheduleOptions, global_batch_size: int) -> float:
     """Return the decay of each update of the average of `--model-ema`.
 
     By torchvision's adjustment the average spans the same share of a run at any batch size, interval and run length:
@@ -65,17 +63,18 @@ def ema_decay(args: Any) -> float:
     `--no-model-ema-adjust` each update has the decay of `--model-ema-decay`.
     """
     adjust = 1.0
-    if args.model_ema_adjust:
-        adjust = args.global_batch_size * args.model_ema_steps / args.epochs
-    return 1.0 - min(1.0, (1.0 - args.model_ema_decay) * adjust)
+    if model_options.model_ema_adjust:
+        adjust = global_batch_size * model_options.model_ema_steps / schedule.epochs
+    return 1.0 - min(1.0, (1.0 - model_options.model_ema_decay) * adjust)
 
 
-def describe_ema(args: Any) -> str:
+def describe_ema(model_options: ModelOptions, schedule: ScheduleOptions, global_batch_size: int) -> str:
     """Return a line with the decay of `--model-ema`, its origin, and whether the average is a copy of the weights."""
-    decay = ema_decay(args)
-    line = f"--model-ema: decay {decay:.6g} every {counted(args.model_ema_steps, 'step')}"
-    if args.model_ema_adjust:
-        line += f", --model-ema-decay {args.model_ema_decay} adjusted for global batch and --epochs as in torchvision"
-    if decay == 0 or args.lr_warmup_epochs >= args.epochs:
+    decay = ema_decay(model_options, schedule, global_batch_size)
+    line = f"--model-ema: decay {decay:.6g} every {counted(model_options.model_ema_steps, 'step')}"
+    if model_options.model_ema_adjust:
+        given = f"--model-ema-decay {model_options.model_ema_decay}"
+        line += f", {given} adjusted for global batch and --epochs as in torchvision"
+    if decay == 0 or schedule.lr_warmup_epochs >= schedule.epochs:
         line += "; the average is a copy of the weights"
     return line

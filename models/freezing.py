@@ -25,11 +25,10 @@ def freeze_below(model: nn.Module, layer: str) -> None:
         for name in names:
             # Of numbered layers the outermost, such as layer1 and encoder.layers.encoder_layer_0.
             numbered = re.match(r".*?\d(?=\.)", name)
-            layer_name = numbered[0] if numbered else name.rpartition(".")[0]
-            layers[layer_name] = None
+            layers[numbered[0] if numbered else name.rpartition(".")[0]] = None
+        known = ", ".join(filter(None, layers))
         raise UserError(
-            f"--freeze-below {layer}: expected a layer with others before it; there are "
-            f"{', '.join(filter(None, layers))}, and their sublayers"
+            f"--freeze-below {layer}: expected a layer with others before it; there are {known}, and their sublayers"
         )
     for parameter in list(model.parameters())[:first]:
         parameter.requires_grad_(False)
@@ -42,7 +41,7 @@ def freeze_batchnorm(model: nn.Module) -> None:
         raise UserError("--freeze-batchnorm: the model has no BatchNorm; remove it")
     for layer in layers:
         layer.requires_grad_(False)
-        layer.keeps_statistics = True
+        vars(layer)["keeps_statistics"] = True
 
 
 def set_training_mode(model: nn.Module, frozen: Collection[nn.Parameter] = ()) -> None:
@@ -92,8 +91,7 @@ class ClassifierFirst:
     def begin(self, model: nn.Module, epoch: int) -> None:
         """Switch the model to the training mode of an epoch."""
         self.is_on = epoch < self.num_epochs
-        frozen = self.others if self.is_on else ()
-        set_training_mode(model, frozen)
+        set_training_mode(model, self.others if self.is_on else ())
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the layers that do not train in this epoch."""

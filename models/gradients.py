@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -15,25 +15,26 @@ from distributed import collectives
 from distributed.watch import watchdog
 from randomness import FORWARD, UPDATE, seed_device
 from sampler import VirtualShards
+from settings.options import DistributedOptions
 
 
-def wrap_model(model: nn.Module, args: Any) -> nn.Module:
+def wrap_model(model: nn.Module, distributed: DistributedOptions, compile_mode: str | None) -> nn.Module:
     """Wrap a model on its device in DDP, if there are several processes. Collective: every rank must call it."""
-    if args.world_size == 1:
+    if distributed.world_size == 1:
         return model
     # BatchNorm trains with the statistics of its own batch, so that no step reads the running ones: DDP need not
     # broadcast the buffers at each step; `measure` does before an evaluation. torch 2.13 renamed the argument.
-    sync_buffers = "broadcast_buffers"
+    sync_buffers: dict[str, Any] = {"broadcast_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
-        sync_buffers = "forward_sync_buffers"
-    device_ids = None if torch.device(args.device).type == "cpu" else [args.gpu]
+        sync_buffers = {"forward_sync_buffers": False}
+    device_ids = None if torch.device(distributed.device).type == "cpu" else [distributed.gpu]
     # With gradient accumulation a static graph fails at one of torch's own assertions.
-    is_static = args.num_shards == args.world_size and args.compile is None
+    is_static = distributed.num_shards == distributed.world_size and compile_mode is None
     # Gradients that are views of the buckets need no copy into them, nor the memory of a second one.
     with watchdog.waiting():  # for ranks that still build theirs
         return DistributedDataParallel(
             model, device_ids=device_ids, process_group=collectives.world_group(), gradient_as_bucket_view=True,
-            static_graph=is_static, **{sync_buffers: False},
+            static_graph=is_static, **sync_buffers,
         )  # fmt: skip
 
 
@@ -67,14 +68,13 @@ class ShardedStep:
             self.gradient_sum = PairwiseGradientSum(self.model, self.shards)
         # DDP computes a mean over processes, and accumulation a sum over local micro-batches: this factor makes both a
         # mean over all. It is 1 in torchvision's case of one micro-batch per process, so nothing is rounded there.
-        self.loss_scale = 1.0 / self.shards.num_local
-        if self.is_deterministic:
-            # `PairwiseGradientSum` divides by all micro-batches, once and last.
-            self.loss_scale = 1.0
+        # `PairwiseGradientSum` divides by all micro-batches, once and last.
+        self.loss_scale = 1.0 if self.is_deterministic else 1.0 / self.shards.num_local
         self.buffers = list(self.model.buffers())
         # The model is built: with deterministic kernels torch fills all new memory, by default, with NaN, so that code
         # which reads it before it writes is found. That costs 4 % of a step on two processes.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic: Any = torch.utils.deterministic  # a module with a property
+        deterministic.fill_uninitialized_memory = False
 
     @contextmanager
     def shard(self, step: int, shard: int) -> Iterator[None]:
@@ -86,10 +86,8 @@ class ShardedStep:
         """
         seed_device(self.device, FORWARD, self.seed, step, shard)
         # The buffers are put back: a momentum of 0 would not do, since BatchNorm counts its batches all the same.
-        saved = []
-        if shard != 0:
-            saved = [buffer.clone() for buffer in self.buffers]
-        passes = nullcontext()
+        saved = [buffer.clone() for buffer in self.buffers if shard != 0]
+        passes: AbstractContextManager = nullcontext()
         if isinstance(self.model, DistributedDataParallel) and shard != self.shards.local[-1]:
             passes = self.model.no_sync()
         with passes:
@@ -107,9 +105,3 @@ class ShardedStep:
         if self.gradient_sum is not None:
             self.gradient_sum.finish()
         seed_device(self.device, UPDATE, self.seed, step)
-
-
-def build_sharded_step(args: Any, model: nn.Module, shards: VirtualShards, device: torch.device) -> ShardedStep:
-    """Return the `ShardedStep` of a run."""
-    is_deterministic = args.use_deterministic_algorithms
-    return ShardedStep(model, shards, device=device, seed=args.seed, is_deterministic=is_deterministic)

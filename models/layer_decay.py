@@ -15,9 +15,10 @@ def layers_of(model: nn.Module) -> dict[str, int]:
     timm's models group their parameters themselves.
     """
     names = [name for name, _ in model.named_parameters()]
-    if hasattr(model, "group_matcher"):
-        grouped = importlib.import_module("timm.models").group_parameters
-        numbers = grouped(model, model.group_matcher(coarse=False), reverse=True)
+    match = getattr(model, "group_matcher", None)
+    if match is not None:
+        timm = importlib.import_module("timm.models")
+        numbers = timm.group_parameters(model, match(coarse=False), reverse=True)
         return {name: numbers.get(name, max(numbers.values())) for name in names}
     blocks = {name: _block_of(name) for name in names}
     blocks = {name: block for name, block in blocks.items() if block}
@@ -25,7 +26,7 @@ def layers_of(model: nn.Module) -> dict[str, int]:
     # Parameters outside all blocks, before the last block's end, are the stem's: patches, positions, class tokens.
     last = max((index for index, name in enumerate(names) if name in blocks), default=-1)
     ends = {name: 0 if index < last else len(order) + 1 for index, name in enumerate(names)}
-    return {name: order[blocks[name]] if name in blocks else ends[name] for name in names}
+    return {name: order.get(blocks.get(name), ends[name]) for name in names}
 
 
 def _block_of(name: str) -> str:

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from loading.on_device import one_hot
 from models.build import AUXILIARY_WEIGHTS
 from settings.choices import LOSSES
 from settings.custom_code import load_function
-from settings.options import split_custom
+from settings.rules import split_custom
+from settings.stages import Parsed
 
 
 def soften(output: Tensor, target: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
@@ -47,42 +47,41 @@ class CrossEntropy(nn.Module):
         return F.cross_entropy(output, target, weight, label_smoothing=self.label_smoothing)
 
 
-def build_loss(args: Any, student: nn.Module, train: Dataset | None, val: Dataset) -> nn.Module:
+def build_loss(args: Parsed, student: nn.Module, train: Any, val: Any) -> nn.Module:
     """Return the loss of `build_criterion`, in a `Distillation` for training with `--teacher`; UserError for a misfit.
 
     `student` is the bare model on its device; the classes' names are those of the validation set `val`.
     """
     criterion = build_criterion(args, train, student)
-    if args.teacher is None or args.test_only:
+    if args.optimization.teacher is None or args.checkpoint.test_only:
         return criterion
     from models.teacher import distil
 
     return distil(args, student, criterion, list(val.classes))
 
 
-def build_criterion(args: Any, train: Dataset | None = None, model: nn.Module | None = None) -> nn.Module:
+def build_criterion(args: Parsed, train: Any = None, model: nn.Module | None = None) -> nn.Module:
     """Return the loss of the options; `--class-weights` weighs the classes of `train`. UserError if it is none.
 
     A loss of the user's own is tried on outputs of the `model`, which may be tuples that begin with the scores.
     """
-    name = args.criterion or ("bce" if args.bce_loss else "cross_entropy")
-    build = load_function("criterion", args, name)
+    name = args.optimization.criterion or ("bce" if args.optimization.bce_loss else "cross_entropy")
+    build = load_function("criterion", name)
     # One's own has no options of ours, and weighs classes by itself.
     if split_custom(name):
         from models.own_loss import build_own
 
-        num_classes = 0 if train is None else len(train.classes)
-        criterion = build_own(args, build, num_classes, model)
+        criterion = build_own(args, build, 0 if train is None else len(train.classes), model)
     else:
         weight = None
-        if args.class_weights and train is not None:
+        if args.optimization.class_weights and train is not None:
             from models.class_weights import class_weights
 
-            weight = class_weights(args, train)
-        options = {option: getattr(args, option) for option in LOSSES[name].options}
+            weight = class_weights(args.optimization, args.distributed.device, train)
+        options = {option: getattr(args.optimization, option) for option in LOSSES[name].options}
         criterion = build(**options, weight=weight)
-    if args.model not in AUXILIARY_WEIGHTS:
+    if args.model.model not in AUXILIARY_WEIGHTS:
         return criterion
     from models.auxiliary_loss import AuxiliaryLoss
 
-    return AuxiliaryLoss(criterion, AUXILIARY_WEIGHTS[args.model])
+    return AuxiliaryLoss(criterion, AUXILIARY_WEIGHTS[args.model.model])

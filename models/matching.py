@@ -2,35 +2,18 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torchvision
 from torch import Tensor, nn
 
 from errors import UserError, as_user_error, counted
-from models.channels import fit_channels
 from models.classifier import classifier_layers, count_classes
 from models.resizing import load_resized
 from settings.custom_code import parse_kwargs
-from settings.options import BY_NAME
+from settings.options import BY_NAME, ModelOptions
 
 
-def load_first(
-    model: nn.Module,
-    weights: Mapping[str, Tensor],
-    source: str,
-    build: Callable[[int], nn.Module],
-    num_classes: int,
-    args: Any,
-) -> None:
-    """Load first weights, or those to evaluate, into a model of `build`; raises as the functions below."""
-    weights = fit_channels(model, weights, args, source)
-    # A new classifier that is not trained scores at chance: an evaluation is refused.
-    fill = None if args.test_only else args.classifier_init
-    load_matching(model, weights, source, build, num_classes, classifier_init=fill)
-
-
-def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], args: Any, source: str) -> None:
+def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], model_options: ModelOptions, source: str) -> None:
     """Refuse weights of GoogLeNet or Inception v3 unless their inputs were rescaled as the model rescales its own.
 
     torchvision rescales them for published weights, and training from these keeps it.
@@ -46,32 +29,25 @@ def check_rescaling(model: nn.Module, weights: Mapping[str, Tensor], args: Any, 
     if "transform_input" in given:
         found = bool(given["transform_input"])
     elif "weights" in options:
-        published = torchvision.models.get_model_weights(args.model).__members__
+        published = torchvision.models.get_model_weights(model_options.model).__members__
         found = str(options["weights"]).rpartition(".")[2] in published
     else:
         found = options.get("pretrained")  # of torchvision's script before 0.12
-    if found is None and "transform_input" not in parse_kwargs(args.model_kwargs):
+    if found is None and "transform_input" not in parse_kwargs(model_options.model_kwargs):
         raise UserError(
             f"{source} does not say whether its inputs were rescaled to [-1, 1], as those of torchvision's published "
             "weights are; give train.py --model-kwargs transform_input=True or transform_input=False"
         )
     if found not in (None, model.transform_input):
-        negation = "" if found else "not "
-        raise UserError(
-            f"{source} was trained with inputs {negation}rescaled to [-1, 1]; give --model-kwargs "
-            f"transform_input={found}"
-        )
+        kind = "rescaled" if found else "not rescaled"
+        advice = f"give --model-kwargs transform_input={found}"
+        raise UserError(f"{source} was trained with inputs {kind} to [-1, 1]; {advice}")
 
 
 def load_matching(
-    model: nn.Module,
-    weights: Mapping[str, Tensor],
-    source: str,
-    build: Callable[[int], nn.Module],
-    num_classes: int,
-    *,
+    model: nn.Module, weights: dict[str, Tensor], source: str, build: Callable[[int], nn.Module], num_classes: int, *,
     classifier_init: str | None = "zero",
-) -> None:
+) -> None:  # fmt: skip
     """Load a state dict into a model; where its classifier is missing or of other classes, a new one starts.
 
     A model by `build` with the state dict's number of classes loads it first, so that modules can translate older
@@ -103,10 +79,8 @@ def load_matching(
             raise UserError(f"{source}: {disorder[0]}; to continue anyway, give --allow-change data")
         return
     if classifier_init is None:
-        raise UserError(
-            f"{source} has a classifier for {theirs} classes, but the data has {num_classes}; --test-only needs data "
-            "with the classes that it was trained on"
-        )
+        advice = "--test-only needs data with the classes that it was trained on"
+        raise UserError(f"{source} has a classifier for {theirs} classes, but the data has {num_classes}; {advice}")
     if reader is not model:
         body = {name: tensor for name, tensor in reader.state_dict().items() if name not in own}
         model.load_state_dict(body, strict=False)
@@ -134,7 +108,5 @@ def check_names(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], sour
     """Raise UserError for weights none of whose names are the model's, `state`."""
     if not weights.keys() & state.keys():
         found, expected = (next(iter(names), "nothing") for names in (weights, state))
-        raise UserError(
-            f"{source} belongs to another model, check --model, or another library wrote it: its names begin with "
-            f"{found}, the model's with {expected}; docs/runs.md tells how to rename tensors"
-        )
+        names = f"its names begin with {found}, the model's with {expected}; docs/runs.md tells how to rename tensors"
+        raise UserError(f"{source} belongs to another model, check --model, or another library wrote it: {names}")

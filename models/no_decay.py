@@ -16,9 +16,8 @@ def exempt_from_decay(model: nn.Module, weight_decay: float) -> list[dict]:
     names, or `_UNDECAYED` for torchvision's models.
     """
     # timm's names may hold wildcards.
-    patterns = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
-    decayed = []
-    exempt = []
+    patterns = set(getattr(model, "no_weight_decay", set)())
+    decayed, exempt = [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

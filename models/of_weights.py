@@ -14,11 +14,12 @@ from models.build import build_model, check_name
 from models.classifier import count_classes
 from settings import config
 from settings.options import BY_NAME
+from settings.stages import Parsed
 
 
 def build_evaluated(
     source: str, name: str, weights: Weights, given: Mapping[str, Any], *, is_typed: bool = False
-) -> tuple[nn.Module, config.Resolved, str]:
+) -> tuple[nn.Module, Parsed, str]:
     """Return a trained model in evaluation mode on the CPU, its options, and where its preprocessing comes from.
 
     Args:
@@ -46,7 +47,6 @@ def build_evaluated(
     args, origin = choose_preprocessing(args, source, weights.options, weights.origin)
     if isinstance(options.get("weights"), str):  # GoogLeNet and Inception rescale inputs for published ones
         args = args.replaced(weights=options["weights"])
-    args = args.replaced(distributed=False)
+    args = args.replaced(is_launched=False)
     num_classes = len(weights.classes) if weights.classes else count_classes(build_model(args, 1000), weights, 1000)
-    model = build_model(args, num_classes, weights, source)
-    return model.eval().requires_grad_(False), args, origin
+    return build_model(args, num_classes, weights, source).eval().requires_grad_(False), args, origin

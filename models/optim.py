@@ -14,7 +14,8 @@ from errors import UserError, as_user_error
 from settings import choices
 from settings.choices import OPTIMIZERS, SCHEDULES
 from settings.custom_code import load_function
-from settings.options import BY_NAME, split_custom
+from settings.options import BY_NAME, OptimizationOptions, PrecisionOptions, ScheduleOptions
+from settings.rules import split_custom
 
 # torch's and torchvision's normalisation layers, whose weights and biases `--norm-weight-decay` governs.
 _NORM_CLASSES = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm,
@@ -22,12 +23,9 @@ _NORM_CLASSES = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn
 
 
 def set_weight_decay(
-    model: nn.Module,
-    weight_decay: float,
-    norm_weight_decay: float | None = None,
-    norm_classes: Sequence[type] | None = None,
-    custom_keys_weight_decay: Sequence[tuple[str, float]] | None = None,
-) -> list[dict]:
+    model: nn.Module, weight_decay: float, norm_weight_decay: float | None = None,
+    norm_classes: Sequence[type] | None = None, custom_keys_weight_decay: Sequence[tuple[str, float]] | None = None,
+) -> list[dict]:  # fmt: skip
     """Divide a model's trainable parameters into groups by their weight decay, as torchvision does.
 
     Args:
@@ -53,41 +51,32 @@ def set_weight_decay(
                 continue
             seen.add(parameter)
             full_name = f"{module_name}.{name}" if module_name else name
-            key = _find_key(name, full_name, custom_decays)
-            if key is None:
-                is_norm = norm_weight_decay is not None and isinstance(module, norm_classes)
-                key = "norm" if is_norm else "other"
-            groups[key].append(parameter)
+            is_norm = norm_weight_decay is not None and isinstance(module, norm_classes)
+            meant = (key for key in custom_decays if key == (full_name if "." in key else name))
+            groups[next(meant, "norm" if is_norm else "other")].append(parameter)
     return [{"params": groups[name], "weight_decay": decays[name]} for name in groups if groups[name]]
-
-
-def _find_key(name: str, full_name: str, keys: Iterable[str]) -> str | None:
-    """Return the first of `set_weight_decay`'s names that means a parameter, or None."""
-    for key in keys:
-        if key == (full_name if "." in key else name):
-            return key
-    return None
 
 
 # The parameters of `--transformer-embedding-decay`: the names in torchvision's script.
 _EMBEDDINGS = ("class_token", "position_embedding", "relative_position_bias_table")
 
 
-def build_parameter_groups(args: Any, model: nn.Module) -> list[dict]:
+def build_parameter_groups(optimization: OptimizationOptions, model: nn.Module) -> list[dict]:
     """Return the parameter groups that the weight-decay options and `--layer-decay` ask for."""
-    if args.decay_1d:
-        decays = {"bias": args.bias_weight_decay, **dict.fromkeys(_EMBEDDINGS, args.transformer_embedding_decay)}
+    if optimization.decay_1d:
+        decays = dict.fromkeys(("bias", *_EMBEDDINGS), optimization.transformer_embedding_decay)
+        decays["bias"] = optimization.bias_weight_decay
         keys = [(name, decay) for name, decay in decays.items() if decay is not None]
-        groups = set_weight_decay(model, args.weight_decay, args.norm_weight_decay, custom_keys_weight_decay=keys)
+        groups = set_weight_decay(model, optimization.weight_decay, optimization.norm_weight_decay, None, keys)
     else:
         from models.no_decay import exempt_from_decay
 
-        groups = exempt_from_decay(model, args.weight_decay)
-    if args.layer_decay is None:
+        groups = exempt_from_decay(model, optimization.weight_decay)
+    if optimization.layer_decay is None:
         return groups
     from models.layer_decay import split_by_layer
 
-    return split_by_layer(model, groups, args.layer_decay, scaled_lr(args))
+    return split_by_layer(model, groups, optimization.layer_decay, scaled_lr(optimization))
 
 
 def current_lr(optimizer: torch.optim.Optimizer) -> float:
@@ -95,30 +84,32 @@ def current_lr(optimizer: torch.optim.Optimizer) -> float:
     return max(group["lr"] for group in optimizer.param_groups)
 
 
-def scaled_lr(args: Any) -> float:
+def scaled_lr(optimization: OptimizationOptions) -> float:
     """Return the peak learning rate, scaled from that of the reference batch if `--lr-scaling` says so."""
-    if args.lr_scaling == "none":
-        return args.lr
-    ratio = args.global_batch_size / args.reference_global_batch
+    if optimization.lr_scaling == "none":
+        return optimization.lr
+    ratio = optimization.global_batch_size / optimization.reference_global_batch
     # In proportion for SGD (Goyal et al., arXiv 1706.02677); by the root, gradients' noise keeps its variance
     # (Krizhevsky, arXiv 1404.5997).
-    if args.lr_scaling != "linear":
+    if optimization.lr_scaling != "linear":
         ratio = math.sqrt(ratio)
-    return args.lr * ratio
+    return optimization.lr * ratio
 
 
 # The options that only some optimizers take, and their names among an optimizer's arguments.
 _TAKEN = {"momentum": "momentum", "opt_betas": "betas", "opt_eps": "eps"}
 
 
-def find_optimizer(args: Any) -> tuple[Callable[..., torch.optim.Optimizer], choices.Optimizer]:
+def find_optimizer(
+    opt: str, precision: PrecisionOptions
+) -> tuple[Callable[..., torch.optim.Optimizer], choices.Optimizer]:
     """Return the function of `--opt`, which may be timm's or the user's own, and its row; UserError for other names."""
-    if args.opt in OPTIMIZERS:
-        return OPTIMIZERS[args.opt].load(), OPTIMIZERS[args.opt]
+    if opt in OPTIMIZERS:
+        return OPTIMIZERS[opt].load(), OPTIMIZERS[opt]
     from models.other_optimizers import find_other
 
-    build, taken = find_other(args, _TAKEN.values())
-    return build, choices.Optimizer(args.opt, tuple(option for option in _TAKEN if _TAKEN[option] in taken))
+    build, taken = find_other(opt, precision, _TAKEN.values())
+    return build, choices.Optimizer(opt, tuple(option for option in _TAKEN if _TAKEN[option] in taken))
 
 
 def zero_momentum(optimizer: torch.optim.Optimizer) -> None:
@@ -143,30 +134,33 @@ def _fast_kernel(build: Callable[..., torch.optim.Optimizer], device: torch.devi
     return "foreach"
 
 
-def build_optimizer(args: Any, parameters: list[dict]) -> torch.optim.Optimizer:
+def build_optimizer(
+    optimization: OptimizationOptions, precision: PrecisionOptions, model_name: str, parameters: list[dict]
+) -> torch.optim.Optimizer:
     """Return the optimizer of `--opt`, with torchvision's constants; UserError if options or loop do not fit it."""
     if not parameters:
-        raise UserError(f"--model {args.model} has no trainable parameters; see its requires_grad")
-    build, row = find_optimizer(args)
-    options = {"lr": scaled_lr(args), "weight_decay": args.weight_decay, **row.constants}
+        raise UserError(f"--model {model_name} has no trainable parameters; see its requires_grad")
+    opt = f"--opt {optimization.opt}"
+    build, row = find_optimizer(optimization.opt, precision)
+    options = {"lr": scaled_lr(optimization), "weight_decay": optimization.weight_decay, **row.constants}
     for option, argument in _TAKEN.items():
-        value = getattr(args, option)
+        value = getattr(optimization, option)
         if option in row.options and value is not None:
             options[argument] = tuple(value) if isinstance(value, list) else value
         # torchvision's commands may give --momentum in vain.
         elif option != "momentum" and value is not None:
-            raise UserError(f"{BY_NAME[option].flag}: --opt {args.opt} has no such option; remove it")
+            raise UserError(f"{BY_NAME[option].flag}: {opt} has no such option; remove it")
     if row.moments:
         options[_fast_kernel(build, parameters[0]["params"][0].device)] = True
     # Bad options, a missing package or a missing GPU:
-    with as_user_error(f"--opt {args.opt} cannot be built with these options on this machine"):
+    with as_user_error(f"{opt} cannot be built with these options on this machine"):
         optimizer = build(parameters, **options)
     if "fused" in options:
         zero_momentum(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"--opt {args.opt} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+        raise UserError(f"{opt} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
     if getattr(optimizer, "is_second_order", False):
-        raise UserError(f"--opt {args.opt} needs second derivatives, which are not supported; use another optimizer")
+        raise UserError(f"{opt} needs second derivatives, which are not supported; use another optimizer")
     if hasattr(optimizer, "deterministic"):
         # Otherwise timm's Kron draws other numbers on each rank, and the ranks' weights drift apart.
         optimizer.deterministic = True
@@ -232,10 +226,8 @@ class OptimizerState:
         theirs = [len(group["params"]) for group in state["param_groups"]]
         ours = [len(group["params"]) for group in own["param_groups"]]
         if theirs != ours:
-            raise UserError(
-                f"the checkpoint's optimizer has parameter groups of {theirs} tensors, this run's of {ours}; "
-                "resume with the same weight-decay options"
-            )
+            groups = f"parameter groups of {theirs} tensors, this run's of {ours}"
+            raise UserError(f"the checkpoint's optimizer has {groups}; resume with the same weight-decay options")
         check_moments(self.optimizer, state)
         restored = [group | kept for group, kept in zip(own["param_groups"], state["group_state"], strict=True)]
         rest = {name: value for name, value in state.items() if name != "group_state"}
@@ -302,34 +294,31 @@ def drop(peak: float, epoch: float, begin: int, end: int, *, lr_step_size: int, 
     return peak * lr_gamma ** ((epoch - begin) // lr_step_size)
 
 
-def find_schedule(args: Any) -> tuple[Callable[..., float], choices.Schedule]:
+def find_schedule(lr_scheduler: str) -> tuple[Callable[..., float], choices.Schedule]:
     """Return the function of `--lr-scheduler` and its row. The user's own returns a factor of the peak rate."""
-    function = load_function("lr_scheduler", args)
-    if not split_custom(args.lr_scheduler):
-        return function, SCHEDULES[args.lr_scheduler]
+    function = load_function("lr_scheduler", lr_scheduler)
+    if not split_custom(lr_scheduler):
+        return function, SCHEDULES[lr_scheduler]
     from models.own_schedule import scale_peak
 
-    return scale_peak(function), choices.Schedule(args.lr_scheduler, uses_epochs=True)
+    return scale_peak(function), choices.Schedule(lr_scheduler, uses_epochs=True)
 
 
-def lr_at(args: Any, epoch: float, peak: float) -> float:
+def lr_at(schedule: ScheduleOptions, epoch: float, peak: float) -> float:
     """Return the learning rate at a position in epochs from 0; `peak` is the rate after the warm-up."""
-    if epoch < args.lr_warmup_epochs:
-        progress = 0.0
-        if args.lr_warmup_method == "linear":
-            progress = epoch / args.lr_warmup_epochs
-        return peak * (args.lr_warmup_decay + (1.0 - args.lr_warmup_decay) * progress)
-    begin = args.lr_warmup_epochs if args.lr_warmup_prefix else 0
-    rate, schedule = find_schedule(args)
-    options = {name: getattr(args, name) for name in schedule.options}
-    return rate(peak, epoch, begin, args.epochs, **options)
+    if epoch < schedule.lr_warmup_epochs:
+        progress = epoch / schedule.lr_warmup_epochs if schedule.lr_warmup_method == "linear" else 0.0
+        return peak * (schedule.lr_warmup_decay + (1.0 - schedule.lr_warmup_decay) * progress)
+    begin = schedule.lr_warmup_epochs if schedule.lr_warmup_prefix else 0
+    rate, row = find_schedule(schedule.lr_scheduler)
+    return rate(peak, epoch, begin, schedule.epochs, **{name: getattr(schedule, name) for name in row.options})
 
 
 class LRScheduler:
     """Sets the learning rate of every parameter group from the position in the run; see `check_schedule`."""
 
-    def __init__(self, args: Any, optimizer: torch.optim.Optimizer) -> None:
-        self.args = args
+    def __init__(self, schedule: ScheduleOptions, optimizer: torch.optim.Optimizer) -> None:
+        self.schedule = schedule
         self.optimizer = optimizer
         # A group with lr_scale takes that share of the whole schedule, `--lr-min` included.
         full = current_lr(optimizer)
@@ -337,52 +326,44 @@ class LRScheduler:
 
     def set_position(self, epoch: int, step: int, steps_per_epoch: int) -> None:
         """Set each group's learning rate for a step, from 0, of an epoch: torchvision's changes once an epoch."""
-        position = epoch
-        if self.args.lr_per_step:
-            position += step / steps_per_epoch
+        position = epoch + step / steps_per_epoch if self.schedule.lr_per_step else epoch
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = lr_at(self.args, position, peak) * group.get("lr_scale", 1.0)
+            group["lr"] = lr_at(self.schedule, position, peak) * group.get("lr_scale", 1.0)
 
 
-def check_schedule(args: Any) -> None:
+def check_schedule(schedule: ScheduleOptions, lr: float) -> None:
     """Raise UserError if the schedule lacks an option or epochs, or leaves the bounds of `--lr`."""
-    name = f"--lr-scheduler {args.lr_scheduler}"
-    _, schedule = find_schedule(args)
-    for option in schedule.options:
-        if getattr(args, option) is None:
+    name = f"--lr-scheduler {schedule.lr_scheduler}"
+    _, row = find_schedule(schedule.lr_scheduler)
+    for option in row.options:
+        if getattr(schedule, option) is None:
             raise UserError(f"{name} needs {BY_NAME[option].flag}: {BY_NAME[option].help}")
-    needed = int(schedule.uses_epochs)
-    if "lr_cooldown_epochs" in schedule.options:
-        needed = args.lr_cooldown_epochs
-    if args.lr_warmup_epochs + needed > args.epochs:
-        room = max(args.epochs - args.lr_warmup_epochs, 0) or "nothing"
-        left = f"--lr-warmup-epochs {args.lr_warmup_epochs} leaves {room} of --epochs {args.epochs}"
+    needed = schedule.lr_cooldown_epochs if "lr_cooldown_epochs" in row.options else int(row.uses_epochs)
+    if schedule.lr_warmup_epochs + needed > schedule.epochs:
+        room = max(schedule.epochs - schedule.lr_warmup_epochs, 0) or "nothing"
+        left = f"--lr-warmup-epochs {schedule.lr_warmup_epochs} leaves {room} of --epochs {schedule.epochs}"
         raise UserError(f"{left}, but {name} needs {needed}; give fewer warm-up epochs, or more --epochs")
-    if split_custom(args.lr_scheduler):
+    if split_custom(schedule.lr_scheduler):
         from models.own_schedule import check_factors
 
-        parts = 16 if args.lr_per_step else 1
-        positions = [step / parts for step in range(parts * args.epochs)]
-        check_factors(name, positions, lambda position: lr_at(args, position, 1.0))
+        parts = 16 if schedule.lr_per_step else 1
+        positions = [step / parts for step in range(parts * schedule.epochs)]
+        check_factors(name, positions, lambda position: lr_at(schedule, position, 1.0))
     # Every formula falls throughout or, with --lr-gamma above 1, rises throughout: then its end has the largest rate.
     try:
-        rates = [lr_at(args, epoch, args.lr) for epoch in (args.epochs - 1, args.epochs - 1e-9)]
+        rates = [lr_at(schedule, epoch, lr) for epoch in (schedule.epochs - 1, schedule.epochs - 1e-9)]
     except OverflowError:
         # Python raises this for a power of floats that is too large, where torch would return inf.
         rates = [math.inf]
     if max(rates) > BY_NAME["lr"].at_most:
-        raise UserError(
-            f"--lr-gamma {args.lr_gamma}: the learning rate exceeds {BY_NAME['lr'].at_most:g} in --epochs {args.epochs}"
-        )
+        excess = f"exceeds {BY_NAME['lr'].at_most:g} in --epochs {schedule.epochs}"
+        raise UserError(f"--lr-gamma {schedule.lr_gamma}: the learning rate {excess}")
 
 
 def clip_gradients(
-    parameters: Iterable[nn.Parameter],
-    max_norm: float | None,
-    is_read: bool,
-    agc: float | None = None,
+    parameters: Iterable[nn.Parameter], max_norm: float | None, is_read: bool, agc: float | None = None,
     value: float | None = None,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Clip gradients in place, and return their total norm before clipping, a 0-d tensor, or None.
 
     Args:
@@ -405,7 +386,7 @@ def clip_gradients(
     if agc is not None:
         from settings.packages import require_timm
 
-        utilities = importlib.import_module(f"{require_timm('--clip-agc', agc).__name__}.utils")
+        utilities = importlib.import_module(f"{require_timm('--clip-agc', str(agc)).__name__}.utils")
         utilities.adaptive_clip_grad(parameters[:-2], agc)
     if value is not None:
         nn.utils.clip_grad_value_(parameters, value)
@@ -421,18 +402,17 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             by_device.setdefault(tensor.device, []).append(tensor.detach())
-    return all(any(_has_finite_norms(group, order) for order in (2, math.inf)) for group in by_device.values())
-
-
-def _has_finite_norms(tensors: list[Tensor], order: float) -> bool:
-    return bool(torch.stack(torch._foreach_norm(tensors, ord=order)).isfinite().all())
+    return all(
+        any(torch.stack(torch._foreach_norm(group, ord=order)).isfinite().all() for order in (2, math.inf))
+        for group in by_device.values()
+    )
 
 
 def find_non_finite(
     model: nn.Module, average: nn.Module | None, optimizer: torch.optim.Optimizer | None = None
 ) -> str | None:
     """Return the name of the first part of a run's state that is not finite, or None."""
-    parts = {"weights": model.parameters(), "running statistics": model.buffers()}
+    parts: dict[str, Iterable[Tensor]] = {"weights": model.parameters(), "running statistics": model.buffers()}
     if average is not None:
         parts["averaged weights"] = [*average.parameters(), *average.buffers()]
     if optimizer is not None:

@@ -11,29 +11,30 @@ from torch.utils._pytree import tree_map
 from errors import UserError, as_user_error
 from metrics.own import example_targets
 from models.build import begin_training, score_zeros_on
-from settings.options import split_custom
+from settings.rules import split_custom
+from settings.stages import Parsed
 
 
-def build_own(args: Any, build: Callable[[], Any], num_classes: int, model: nn.Module | None) -> Any:
+def build_own(args: Parsed, build: Callable[[], Any], num_classes: int, model: nn.Module | None) -> Any:
     """Return a loss of the user's own, tried on some scores of that many classes; UserError if it is none."""
-    with as_user_error(f"--criterion {args.criterion}"):
-        torch.manual_seed(args.seed)  # in a resumed run too
+    with as_user_error(f"--criterion {args.optimization.criterion}"):
+        torch.manual_seed(args.optimization.seed)  # in a resumed run too
         criterion = build()
         if not callable(criterion):
             raise UserError(f"returned a {type(criterion).__name__}, expected a loss")
-        targets = example_targets(args, num_classes) if num_classes else []
+        targets = example_targets(args.augmentation, args.data.multi_label, num_classes) if num_classes else []
         if targets:
             scores = torch.arange(len(targets[0]) * num_classes).view(-1, num_classes).cos()
-            outputs = [scores]
-            if model is not None and split_custom(args.model):
-                more = _further_outputs(model, args, len(scores))
+            outputs: list[Tensor | tuple] = [scores]
+            if model is not None and split_custom(args.model.model):
+                more = _further_outputs(model, args.data.in_chans, args.augmentation.train_crop_size, len(scores))
                 if more:
                     outputs.append((scores, *more))
         for target in targets:
             for output in outputs:
                 _check_loss(criterion, output, target)
     if isinstance(criterion, nn.Module):
-        criterion = criterion.to(args.device)
+        criterion = criterion.to(args.distributed.device)
     return criterion
 
 
@@ -41,8 +42,7 @@ def _check_loss(criterion: Any, output: Tensor | tuple, target: Tensor) -> None:
     """Refuse a loss of the user's own that is no mean, has no gradient, or has numbers that nobody trains or saves."""
 
     def repeated(part: Any) -> Any:
-        is_batch = isinstance(part, Tensor) and part.shape[:1] == target.shape[:1]
-        if not is_batch:
+        if not isinstance(part, Tensor) or part.shape[:1] != target.shape[:1]:
             return part
         part = torch.cat([part] * 3)
         return part.requires_grad_() if part.is_floating_point() else part
@@ -64,11 +64,10 @@ def _check_loss(criterion: Any, output: Tensor | tuple, target: Tensor) -> None:
             raise UserError("a loss's parameters and buffers are not trained or saved; move them into the model")
 
 
-def _further_outputs(model: nn.Module, args: Any, num_images: int) -> tuple:
+def _further_outputs(model: nn.Module, in_chans: int, side: int, num_images: int) -> tuple:
     """Return what a model returns beside the scores in training, for black images; its state stays as it is."""
     begin_training(model)
-    side = args.train_crop_size
-    output = score_zeros_on(next(model.parameters()).device, model, (num_images, args.in_chans, side, side))
+    output = score_zeros_on(next(model.parameters()).device, model, (num_images, in_chans, side, side))
     if isinstance(output, Tensor):
         return ()
     return tuple(output[1:])

@@ -32,19 +32,18 @@ class PairwiseGradientSum:
     def __init__(self, model: nn.Module, shards: VirtualShards) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.shards = shards
-        self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
+        self._places: dict[Tensor, int] = {parameter: place for place, parameter in enumerate(self.parameters)}
         self._sums = []  # (number of micro-batches, their gradients' sum), as the digits of a binary counter
         self._exchanges = []  # of this step's buckets under way
         # DDP's own all-reduce sums in an order that depends on an element's place in its bucket, and packs its buckets
         # anew after its first backward pass: at three processes or more a resumed run would differ in its first step.
         self.is_overlapped = isinstance(model, DistributedDataParallel)
-        if self.is_overlapped:
+        if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, self._sum_bucket)
 
     def add_shard(self) -> None:
         """Move the gradients of the micro-batch just computed from the parameters into the sum."""
-        num_summed = sum(count for count, _ in self._sums)
-        if self.is_overlapped and num_summed == len(self.shards.local) - 1:
+        if self.is_overlapped and sum(count for count, _ in self._sums) == len(self.shards.local) - 1:
             # This is the last micro-batch, whose buckets DDP's hook has added as the backward pass filled them.
             return
         gradients = [parameter.grad for parameter in self.parameters]
@@ -104,8 +103,7 @@ class _Exchange:
     def __init__(self, flat: Tensor, shards: VirtualShards) -> None:
         self.flat = flat
         self.shards = shards
-        devices = None if flat.device.type == "cpu" else [flat.device]
-        self.mean = Future(devices=devices)
+        self.mean: Future[Tensor] = Future(devices=None if flat.device.type == "cpu" else [flat.device])
         # The collectives take parts of one size.
         rest = -flat.numel() % shards.world_size
         self.padded = nn.functional.pad(flat, (0, rest)) if rest else flat
@@ -133,12 +131,10 @@ class _Exchange:
 def _push(sums: list[tuple[int, list]], addend: list[Tensor | None]) -> None:
     """Add the gradients of a micro-batch to the counter, whose last two digits carry while they are equal."""
     count = 1
-    total = addend
     while sums and sums[-1][0] == count:
-        _, left = sums.pop()
-        total = _add(left, total)
+        addend = _add(sums.pop()[1], addend)
         count *= 2
-    sums.append((count, total))
+    sums.append((count, addend))
 
 
 def _fold(sums: list[tuple[int, list]]) -> list[Tensor | None]:

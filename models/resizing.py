@@ -29,7 +29,7 @@ def load_resized(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
         found = resize(model.image_size, model.patch_size, OrderedDict(weights))
     if found is not weights:
         # The versions of the modules, by which they translate older state dicts.
-        found._metadata = getattr(weights, "_metadata", {})
+        vars(found)["_metadata"] = getattr(weights, "_metadata", {})
     model.load_state_dict(found)
     others = [name for name in others if name in found]
     if others:

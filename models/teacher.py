@@ -11,10 +11,12 @@ from checkpointing.guard import compare_classes
 from checkpointing.published import fetch_by_name
 from checkpointing.weights import HUB, Weights, fetch_from_hub, load_weights
 from errors import UserError, as_user_error
+from models.build import move_to_device
 from models.of_weights import build_evaluated
-from settings import config
-from settings.options import WHY_TYPED, is_same_model, split_custom
+from settings.options import WHY_TYPED, is_same_model
 from settings.packages import find_timm_config
+from settings.rules import OwnCode, split_custom
+from settings.stages import Parsed
 
 
 class Distillation(nn.Module):
@@ -44,11 +46,12 @@ class Distillation(nn.Module):
         self.is_soft = is_soft
         self.alpha = alpha
         self.temperature = temperature
-        self.has_token = hasattr(student, "set_distilled_training")
+        set_distilled = getattr(student, "set_distilled_training", None)
+        self.has_token = set_distilled is not None
         if self.has_token:
-            student.set_distilled_training(True)  # return both heads' scores in training; their mean otherwise
+            set_distilled(True)  # return both heads' scores in training; their mean otherwise
         # A loss is given scores and targets alone, so that a hook takes the images on their way into the student.
-        self._image = None
+        self._image: Tensor | None = None
         student.register_forward_pre_hook(self._note)
 
     def _note(self, student: nn.Module, inputs: tuple[Tensor]) -> None:
@@ -78,53 +81,50 @@ class Distillation(nn.Module):
         return (1 - self.alpha) * self.criterion(output, target) + self.alpha * loss
 
 
-def distil(args: config.Resolved, student: nn.Module, criterion: nn.Module, classes: list[str]) -> Distillation:
+def distil(args: Parsed, student: nn.Module, criterion: nn.Module, classes: list[str]) -> Distillation:
     """Return the loss of training with `--teacher`, around that of the targets; UserError for a misfit."""
-    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
-    device = next(student.parameters()).device
-    teacher = build_teacher(args, classes).to(device, memory_format=memory_format)
+    teacher = move_to_device(build_teacher(args, classes), args.precision, next(student.parameters()).device)
     return Distillation(
-        criterion, teacher, student, is_soft=args.distillation == "soft", alpha=args.distillation_alpha,
-        temperature=args.distillation_temperature,
+        criterion, teacher, student, is_soft=args.optimization.distillation == "soft",
+        alpha=args.optimization.distillation_alpha, temperature=args.optimization.distillation_temperature,
     )  # fmt: skip
 
 
-def build_teacher(args: config.Resolved, classes: list[str]) -> nn.Module:
+def build_teacher(args: Parsed, classes: list[str]) -> nn.Module:
     """Return the model of `--teacher` on the CPU; UserError if it is not found, or is of other classes or images."""
-    source = f"--teacher {args.teacher}"
-    size = args.train_crop_size
-    weights = _load_teacher(args.teacher, source)
+    source = f"--teacher {args.optimization.teacher}"
+    size = args.augmentation.train_crop_size
+    weights = _load_teacher(args.optimization.teacher, source)
     name = weights.options.get("model")
     if name is None:
         raise UserError(f"{source} does not name its model; give a checkpoint, whose `args` name it")
     is_custom = split_custom(name) is not None
     if is_custom:
         # Code runs if the command line itself names it, as the student's; a checkpoint's word is not enough.
-        typed = args.model if args.model in args.trusted else ""
-        if not is_same_model(name, typed):
+        if not (isinstance(args.model.model, OwnCode) and is_same_model(name, args.model.model)):
             raise UserError(f"{source} is a model of {name}, {WHY_TYPED}")
-        name = args.model
+        name = args.model.model
     with as_user_error(source):
         given = {"val_crop_size": size, "val_resize_size": size}
-        model, own, _ = build_evaluated(args.teacher, name, weights, given, is_typed=is_custom)
-        for side in (args.train_crop_size_min or size, size):
-            num_classes = model(torch.zeros(2, own.in_chans, side, side)).shape[1]
+        model, own, _ = build_evaluated(args.optimization.teacher, name, weights, given, is_typed=is_custom)
+        for side in (args.augmentation.train_crop_size_min or size, size):
+            num_classes = model(torch.zeros(2, own.data.in_chans, side, side)).shape[1]
     if num_classes != len(classes):
         raise UserError(
             f"{source} has {num_classes} classes, but the data has {len(classes)}; give a teacher with the same classes"
         )
     # Published weights may have other names for the same classes.
-    if Path(args.teacher).is_file() and weights.classes is not None:
+    if Path(args.optimization.teacher).is_file() and weights.classes is not None:
         differences = compare_classes(weights.classes, classes)
     else:
         differences = find_disorder(weights.script, classes)
     if differences:
         raise UserError(f"{source} has different classes: {differences[0]}; give a teacher with the same classes")
     print(f"{source}: {weights.kind}")
-    if (own.mean, own.std) != (args.mean, args.std):
-        words = (" ".join(map(str, values)) for values in (own.mean, own.std, [own.in_chans]))
-        text = "{} was trained with --mean {} --std {} --in-chans {}; give the student the same"
-        raise UserError(text.format(source, *words))
+    if (own.augmentation.mean, own.augmentation.std) != (args.augmentation.mean, args.augmentation.std):
+        mean, std = (" ".join(map(str, values)) for values in (own.augmentation.mean, own.augmentation.std))
+        origin = f"--mean {mean} --std {std} --in-chans {own.data.in_chans}"
+        raise UserError(f"{source} was trained with {origin}; give the student the same")
     return model.eval().requires_grad_(False)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,10 @@ class TrainedWeights:
     changes no number.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:  # torch's class has no train() and eval()
         self.model = model
         self.optimizer = optimizer
-        self._kept = None
+        self._kept: dict[str, Tensor] | None = None
         # Schedule-free optimizers refuse a step before it.
         optimizer.train()
 

@@ -21,6 +21,7 @@ from errors import counted, one_line, warn_on_failure
 from files import open_regular
 from settings.custom_code import own_code
 from settings.options import BY_NAME
+from settings.stages import Resolved
 
 # Most bytes of text that wait for the folder, or for room on a full disk.
 _MAX_WAITING = 1 << 16
@@ -53,7 +54,8 @@ class LogFile:
 
     def __init__(self) -> None:
         self._streams = ExitStack()
-        self._folder = self._file = None
+        self._folder: Path | None = None
+        self._file: int | None = None  # its descriptor
         self._line = ""  # the part of a line that has come so far
         # The folder is claimed last of a start: until then text waits here, and a start that is refused writes none.
         self._waiting = b""
@@ -61,7 +63,7 @@ class LogFile:
     def keep(self) -> None:
         """Keep what is printed from now on."""
         self.close()
-        self.__init__()
+        self._line, self._waiting = "", b""
         at_end(self.close)
         self._streams.enter_context(redirect_stdout(_Tee(sys.stdout, self.add)))
         self._streams.enter_context(redirect_stderr(_Tee(sys.stderr, self.add)))
@@ -125,45 +127,46 @@ def describe_size(model: nn.Module) -> str:
     return f"{num_all:,} parameters{trained}"
 
 
-def first_lines(args: Any, model: nn.Module, state: RunState, folder: Path) -> list[str]:
+def first_lines(args: Resolved, model: nn.Module, state: RunState, folder: Path) -> list[str]:
     """Return the lines that a run prints before its first step."""
     device = next(model.parameters()).device
     kind = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    batch = f"{counted(state.steps_per_epoch, 'step')} of {counted(args.global_batch_size, 'image')}"
-    records = ["metrics.jsonl", *(name for name in args.logger if name != "none")]
+    batch = f"{counted(state.steps_per_epoch, 'step')} of {counted(args.optimization.global_batch_size, 'image')}"
+    records = ["metrics.jsonl", *(name for name in args.monitoring.logger if name != "none")]
     return [
-        f"{args.model}: {describe_size(model)}, on {device}{kind}, {counted(args.world_size, 'process')}",
-        f"{counted(args.epochs, 'epoch')} of {batch}; the output goes to {folder}",
+        f"{args.model.model}: {describe_size(model)}, on {device}{kind}, "
+        f"{counted(args.distributed.world_size, 'process')}",
+        f"{counted(args.schedule.epochs, 'epoch')} of {batch}; the output goes to {folder}",
         f"records go to {', '.join(records)}",
         hash_line(state.facts["hashes"]),
     ]
 
 
-def last_lines(args: Any, state: RunState, folder: Path) -> list[str]:
+def last_lines(args: Resolved, state: RunState, folder: Path) -> list[str]:
     """Return the lines about a finished run beside its result: commands to use it."""
     best = next((name for name, best in state.bests.items() if best is not None), "checkpoint")
     checkpoint = str(folder / f"{best}.pth")
     # Only what the checkpoint cannot say: it has the preprocessing, but data and devices move.
     words = ["--test-only", "--resume", checkpoint]
-    if args.synthetic is None:
-        words += ["--data-path", args.data_path]
+    if args.data.synthetic is None:
+        words += ["--data-path", args.data.data_path]
         for name in ("minival", "minival_fold", "limit_val_images"):
-            if getattr(args, name):
-                words += [BY_NAME[name].flag, str(getattr(args, name))]
+            if value := getattr(args.data, name):
+                words += [BY_NAME[name].flag, str(value)]
     else:
-        words += ["--synthetic", str(args.synthetic)]
-    if "device" in args.given:
-        words += ["--device", str(args.device)]
+        words += ["--synthetic", str(args.data.synthetic)]
+    if "device" in args.origin.given:
+        words += ["--device", str(args.distributed.device)]
     # Code is run only where the command line itself names it, so a FILE.py is given again.
     model = []
-    for name, text in own_code(vars(args)):
+    for name, text in own_code(args.flat()):
         if name in ("model", "criterion"):
             words += [BY_NAME[name].flag, text]
             model += [BY_NAME[name].flag, text] if name == "model" else []
-    if args.metrics:
-        words += ["--metrics", *args.metrics]
+    if args.monitoring.metrics:
+        words += ["--metrics", *args.monitoring.metrics]
     quoted = shlex.quote(str(folder))
-    curves = [f"curves    tensorboard --logdir {quoted}"] if "tensorboard" in args.logger else []
+    curves = [f"curves    tensorboard --logdir {quoted}"] if "tensorboard" in args.monitoring.logger else []
     return [
         *curves,
         f"evaluate  python {shlex.join([command()[0], *words])}",

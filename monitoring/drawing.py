@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.checkpoint import RunState
+from settings.options import AugmentationOptions
 
 
 class NoPictures:
@@ -21,7 +22,9 @@ class NoPictures:
         """Draw nothing of an evaluation."""
 
 
-def build_pictures(folder: Path | None, run: RunState, args: Any, val: Any, evaluated: str) -> Any:
+def build_pictures(
+    folder: Path | None, run: RunState, augmentation: AugmentationOptions, val: Any, evaluated: str
+) -> Any:
     """Return what draws a run of images with one label each; one of synthetic images or of several labels has nothing.
 
     The arguments are those of `Pictures`.
@@ -31,4 +34,4 @@ def build_pictures(folder: Path | None, run: RunState, args: Any, val: Any, eval
     # When the run is built, and not when the first picture is due: the files of the project may change under a run.
     from monitoring.pictures import Pictures
 
-    return Pictures(folder, run, args, val, evaluated)
+    return Pictures(folder, run, augmentation, val, evaluated)

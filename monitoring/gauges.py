@@ -15,9 +15,8 @@ def peak_memory_gib(device: torch.device) -> float:
     if hasattr(module, "max_memory_allocated"):
         return module.max_memory_allocated() / 2**30
     # Linux, where `getrusage` also counts the memory of the process that started this one.
-    status = Path("/proc/self/status")
     try:
-        lines = status.read_text().splitlines()
+        lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         lines = []  # macOS has no such file
     for line in lines:
@@ -59,12 +58,12 @@ class Clock:
 class Gauges:
     """The fields of a training record beside the metrics; `parts` holds the run's model, optimizer and scaler."""
 
-    def __init__(self, args: Any, parts: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, global_batch_size: int, world_size: int, parts: dict[str, Any], device: torch.device) -> None:
         self.parameters = list(parts["model"].parameters())
         self.scaler = parts.get("scaler")
         self.groups = parts["optimizer"].optimizer.param_groups
-        self.world_size = args.world_size
-        self.global_batch_size = args.global_batch_size
+        self.world_size = world_size
+        self.global_batch_size = global_batch_size
         self.one = torch.ones((), device=device)
 
     def read(self, grad_norm: Tensor) -> dict[str, float | Tensor]:
@@ -78,9 +77,6 @@ class Gauges:
 
     def rates(self, steps: int, train_s: float, wait_s: float) -> dict[str, float]:
         """Return the speed of `steps` steps and their use of the machine."""
-        return {
-            "images_per_s": steps * self.global_batch_size / train_s,
-            "data_wait": wait_s / train_s,
-            "memory_gib": peak_memory_gib(self.one.device),
-            "world_size": self.world_size,
-        }
+        speed, waiting = steps * self.global_batch_size / train_s, wait_s / train_s
+        memory_gib = peak_memory_gib(self.one.device)
+        return {"images_per_s": speed, "data_wait": waiting, "memory_gib": memory_gib, "world_size": self.world_size}

@@ -39,7 +39,7 @@ class Feed:
 
     def __init__(self, name: str, call: Callable, records: Callable[[], list], progress: Any | None) -> None:
         self._name, self._call, self._records, self._progress = name, call, records, progress
-        self._logger = None
+        self._logger: Any = None  # what `call` has returned
         self._steps = {}
         self._queue = SimpleQueue()
         # A daemon, or a logger whose network hangs would keep the process from ending.
@@ -62,15 +62,14 @@ class Feed:
             print(f"warning: logger {self._name} has not ended after {CLOSE_S:.0f} s, and may lack the last records")
 
     def _work(self) -> None:
-        outcome = "failed and will be retried with the next record"
-        if self._progress is not None:
-            outcome = "is off until the next start"
+        starts_over = self._progress is None
+        outcome = "failed and will be retried with the next record" if starts_over else "is off until the next start"
         waiting = []
         for records in iter(self._queue.get, None):
             waiting += records
             if warn_on_failure(f"logger {self._name} {outcome}", self._hand_over, waiting):
                 waiting = []
-            elif self._progress is None:
+            elif starts_over:
                 self._logger = None
             else:
                 return
@@ -120,9 +119,9 @@ def start_loggers(loggers: Mapping[str, Callable], folder: Path, facts: dict, re
     return feeds
 
 
-def build_loggers(args: Any) -> dict[str, Callable]:
+def build_loggers(names: list[str]) -> dict[str, Callable]:
     """Return the functions of `--logger` by their names; raises as `load_function`."""
-    return {name: load_function("logger", args, name) for name in args.logger if name != "none"}
+    return {name: load_function("logger", name) for name in names if name != "none"}
 
 
 def no_logger(folder: Path, facts: dict) -> None:

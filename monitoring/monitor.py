@@ -56,8 +56,7 @@ class Monitor:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
         if self.folder is not None:
-            lacking = self.lacking()
-            if lacking:
+            if lacking := self.lacking():
                 print(f"warning: {lacking}")
             for feed in self._feeds:
                 feed.close()
@@ -118,9 +117,7 @@ class Monitor:
         """Write what could not be written before; return which records are missing then, in words, or nothing."""
         self._write_pending()
         number = len(self._pending.splitlines())
-        if number == 0:
-            return ""
-        return f"metrics.jsonl in {self.folder} lacks its last {counted(number, 'record')}"
+        return f"metrics.jsonl in {self.folder} lacks its last {counted(number, 'record')}" if number else ""
 
     def sync(self) -> int | None:
         """Hand all records to the system; called before a checkpoint is begun.

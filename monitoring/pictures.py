@@ -3,10 +3,11 @@
 import io
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -20,6 +21,7 @@ from errors import warn_on_failure
 from files import write_atomically, write_json
 from loading.decode import AS_STORED, decode_plainly
 from loading.on_device import one_hot
+from settings.options import AugmentationOptions
 
 # A grid: number of images and of columns, smallest and largest side of an image, and the least width of a cell, which
 # leaves room for its words.
@@ -31,7 +33,8 @@ INK = (40, 40, 40)
 NUM_CLASSES = 16  # most classes of a confusion matrix
 
 
-class Predictions(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Predictions:
     """A model's prediction for each image of a set, in the order of the set."""
 
     index: numpy.ndarray
@@ -70,10 +73,11 @@ def count_confusion(found: Predictions, chosen: list[int], num_classes: int) -> 
 
 # Files of fonts that have more letters than Pillow's own, which the system or matplotlib may have.
 FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "NotoSansCJK-Regular.ttc", "Arial Unicode.ttf", "msyh.ttc")
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont  # the latter is Pillow's own, where it is built without FreeType
 
 
 @cache
-def _fonts() -> list[ImageFont.FreeTypeFont]:
+def _fonts() -> list[Font]:
     """Return Pillow's own font, and those of `FONTS` that are there."""
     found = [ImageFont.load_default(FONT_PX)]
     names = [*FONTS]
@@ -89,10 +93,10 @@ def _fonts() -> list[ImageFont.FreeTypeFont]:
     return found
 
 
-def _font_of(text: str) -> ImageFont.FreeTypeFont:
+def _font_of(text: str) -> Font:
     """Return the font that lacks the fewest letters of a text."""
 
-    def count_missing(font: ImageFont.FreeTypeFont) -> int:
+    def count_missing(font: Font) -> int:
         missing = bytes(font.getmask("\uffff"))
         return sum(bytes(font.getmask(sign)) == missing for sign in {*text} if sign.isalpha())
 
@@ -136,8 +140,7 @@ def draw_batch(
     title: str, image: Tensor, target: Tensor, names: list[str], mean: list[float], std: list[float]
 ) -> Image.Image:
     """Draw normalised images (B, C, H, W) with the class of each, or the shares of its two classes."""
-    scale = torch.tensor(std).view(-1, 1, 1)
-    shift = torch.tensor(mean).view(-1, 1, 1)
+    shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     pixels = image.float().mul(scale).add(shift).mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     if target.ndim == 1:
         target = one_hot(target, len(names)).float()
@@ -167,8 +170,10 @@ class Pictures:
     newest one are kept. The counts for confusion are a file beside them. A process without a folder draws nothing.
     """
 
-    def __init__(self, folder: Path | None, run: RunState, args: Any, val: Any, evaluated: str = "val") -> None:
-        self.folder, self.run, self.args, self.val = folder, run, args, val
+    def __init__(
+        self, folder: Path | None, run: RunState, augmentation: AugmentationOptions, val: Any, evaluated: str = "val"
+    ) -> None:
+        self.folder, self.run, self.augmentation, self.val = folder, run, augmentation, val
         # One set of pictures is enough: that of the averaged weights, if the run has them.
         self.kind = f"{evaluated}_ema" if "model_ema" in run.parts else evaluated
         self._is_new = folder is not None and not run.is_resumed
@@ -185,7 +190,7 @@ class Pictures:
             del batch
 
     def observe(self, kind: str, output: Tensor | tuple[Tensor, ...], target: Tensor, index: Tensor) -> None:
-        """Take a batch of the evaluation `kind`, without a host sync; other arguments as `metrics.Metric.update`."""
+        """Take a batch of the evaluation `kind`, without a host sync; other arguments as `Metric.batch_sums`."""
         if kind == self.kind:
             output = output if isinstance(output, Tensor) else output[0]
             confidence, predicted = output.float().softmax(dim=1).max(dim=1)
@@ -210,7 +215,8 @@ class Pictures:
         # float64 holds the numbers of images exactly, so that one gather is enough for all four columns.
         rows = torch.cat(all_gather(rows))
         rows = rows[rows[:, 0].argsort(stable=True)]
-        return Predictions(*rows[:, :3].long().numpy().T, rows[:, 3].numpy())
+        index, target, predicted = rows[:, :3].long().numpy().T
+        return Predictions(index, target, predicted, rows[:, 3].numpy())
 
     def _draw_mistakes(self, found: Predictions) -> None:
         rows = find_mistakes(found)
@@ -219,8 +225,7 @@ class Pictures:
         names = self.val.classes
         # As the run decodes them, so that photographs are turned alike, but in colour: people look at these.
         how = getattr(self.val.transform, "decoding", AS_STORED)._replace(mode="RGB")
-        images = []
-        captions = []
+        images, captions = [], []
         for row in rows:
             image = decode_plainly(self.val.index.read(int(found.index[row])), how=how)
             images.append(ImageOps.fit(image, (SMALLEST_PX, SMALLEST_PX)))
@@ -232,7 +237,8 @@ class Pictures:
     def _draw_batch(self, image: Tensor, target: Tensor) -> None:
         title = f"first batch of {len(image)} as the model sees it"
         image, target = image[:NUM_IMAGES].cpu(), target[:NUM_IMAGES].cpu()
-        self._write("first-batch", draw_batch(title, image, target, self.val.classes, self.args.mean, self.args.std))
+        how = self.val.classes, self.augmentation.mean, self.augmentation.std
+        self._write("first-batch", draw_batch(title, image, target, *how))
 
     def _write(self, tag: str, picture: Image.Image) -> None:
         content = io.BytesIO()

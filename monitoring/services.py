@@ -24,8 +24,7 @@ class Wandb:
 
     def write(self, record: dict) -> None:
         """Add the points of a record."""
-        points = curves(record)
-        if points:
+        if points := curves(record):
             # W&B adds nothing to a row once it is written, and an evaluation may be of the start after its training's:
             # so each step has two rows.
             is_train = record["kind"] == "train"

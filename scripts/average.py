@@ -61,8 +61,8 @@ def choose(sources: list[str], last: int | None) -> list[str]:
     """Return the weights that the command line names; UserError if there are fewer than it asks for."""
     if last is None:
         for number, source in enumerate(sources):
-            others = filter(os.path.exists, sources[:number])
-            if os.path.exists(source) and any(os.path.samefile(source, other) for other in others):
+            earlier = filter(os.path.exists, sources[:number])
+            if os.path.exists(source) and any(os.path.samefile(source, other) for other in earlier):
                 raise UserError(f"{source} is the same file as another one, and would count twice; give it once")
         return sources
     folder, *others = map(Path, sources)
@@ -106,7 +106,7 @@ def choose_images(num_images: int, number: int, batch_size: int) -> list[int]:
     return order[: number // batch_size * batch_size or number].tolist()
 
 
-def find_layers(model: nn.Module) -> list[nn.Module]:
+def find_layers(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     """Return the BatchNorm layers that normalise by running statistics in evaluation."""
     layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     return [layer for layer in layers if layer.running_mean is not None]
@@ -143,25 +143,26 @@ def with_new_statistics(weights: Weights, options: argparse.Namespace) -> tuple[
     show_preprocessing(trained)
     layers = find_layers(trained.model)
     if not layers:
-        raise UserError(f"{source}: {trained.args.model} has no BatchNorm; leave out --reestimate-bn")
+        raise UserError(f"{source}: {trained.args.model.model} has no BatchNorm; leave out --reestimate-bn")
     args = tool_options(trained, options)
     root = Path(options.reestimate_bn) / "train"
     extensions = choose_extensions(trained, options.extensions)
-    images = IndexedImageFolder(root, trained.preset, source=open_source(root, args.multi_label, extensions))
-    chosen = choose_images(len(images), options.images, args.batch_size)
-    device = set_up_device(args)
-    model = move_to_device(trained.model, args, device)
-    batches = map(default_collate, load_batches(images.__getitem__, chosen, args.batch_size, "re-estimating"))
+    images = IndexedImageFolder(root, trained.preset, source=open_source(root, args.data.multi_label, extensions))
+    size = args.optimization.batch_size
+    chosen = choose_images(len(images), options.images, size)
+    device = set_up_device(args.precision, args.distributed, args.checkpoint.test_only)
+    model = move_to_device(trained.model, args.precision, device)
+    batches = map(default_collate, load_batches(images.__getitem__, chosen, size, "re-estimating"))
     try:
-        reestimate(model, (image.to(device) for image, _ in batches), autocast(args, device))
+        reestimate(model, (image.to(device) for image, _ in batches), autocast(args.precision, device))
     except ValueError as error:  # torch's, about a batch of one image
-        raise UserError(f"--batch-size {args.batch_size}, --images {len(chosen)}: {error}; give more") from error
+        raise UserError(f"--batch-size {size}, --images {len(chosen)}: {error}; give more") from error
     if not all(buffer.isfinite().all() for layer in layers for buffer in layer.buffers()):
         raise UserError(f"{source}: its statistics are not finite; look at its weights")
     state = model.cpu().state_dict()
     updated = Weights((name, tensor.contiguous()) for name, tensor in state.items())
-    updated._metadata = state._metadata
-    updated.options = {**trained.trained_with, "model": trained.args.model}
+    updated._metadata = getattr(state, "_metadata", {})
+    updated.options = {**trained.trained_with, "model": trained.args.model.model}
     updated.classes = trained.classes
     # Published weights name their classes in English, and folders are named otherwise.
     if not trained.script and len(images.classes) == len(trained.classes or ()):

@@ -187,8 +187,9 @@ def open_splits(data_path: Path | str, names: tuple[str, ...], report: Report, *
     splits = {}
     for name in names:
         try:
-            is_folder = isinstance(data_path, Path)
-            splits[name] = open_source(data_path / name, *reading) if is_folder else RemotePack(data_path, name)
+            splits[name] = (
+                open_source(data_path / name, *reading) if isinstance(data_path, Path) else RemotePack(data_path, name)
+            )
         except UserError as error:
             hint = "; --expect-val 0 checks train alone, for train.py --minival" if name == "val" and splits else ""
             report.add("set", name, None, f"{error}{hint}")
@@ -223,7 +224,7 @@ def check_set(splits: dict[str, Source], options: argparse.Namespace, report: Re
 
 def look_at_all(splits: dict[str, Source], options: argparse.Namespace, report: Report) -> None:
     """Decode images, all or some of each split, and report their defects and the statistics of train."""
-    sample, sums, num_measured = options.sample, 0.0, 0
+    sample, sums, num_measured = options.sample, numpy.zeros((2, 1)), 0
     images = [
         (name, number)
         for name, source in splits.items()
@@ -291,8 +292,8 @@ def get_args_parser() -> argparse.ArgumentParser:
         "print mean and standard deviation of the images of train, for train.py's --mean and --std, in 1, 3 or 4 "
         "channels as --in-chans has them (3 if no number is given)"
     )
-    channels = {"type": int, "nargs": "?", "const": 3, "choices": BY_NAME["in_chans"].choices}
-    add("--statistics", metavar="CHANNELS", help=words, **channels)
+    choices = BY_NAME["in_chans"].choices
+    add("--statistics", metavar="CHANNELS", type=int, nargs="?", const=3, choices=choices, help=words)
     tool.add_train_option(parser, "val_resize_size", "as train.py's: images too long to be resized so are damaged")
     tool.add_train_option(parser, "grey_range", "as train.py's: grey samples that become black and white")
     tool.add_train_option(parser, "extensions", "further extensions of images in folders and tars, as train.py's")

@@ -96,6 +96,10 @@ class ImageSet:
         found_by: how the classes were found: `name`, `number`, `order` or `synset`.
     """
 
+    labels: numpy.ndarray  # these three are set by `number_classes`
+    columns: Tensor | None
+    found_by: str
+
     def __init__(self, name: str, source: Source, decoding: Decoding) -> None:
         self.decoding = decoding._replace(mode="RGB")
         self.name, self.source, self.given, self.words = name, source, f"--set {name}", source.classes
@@ -201,9 +205,9 @@ def score_set(each: ImageSet, model: nn.Module, loader: data.DeviceLoader, k: in
         progress.update(len(keys))
     gathered = torch.cat(collectives.all_gather(torch.cat([part.cpu() for part in rows])))
     check_finite(gathered, f"the checkpoint on --set {each.name}")
-    gathered = gathered[gathered[:, 0].argsort()].numpy()
-    assert gathered[:, 0].tolist() == list(range(len(labels)))
-    return gathered[:, 1:]
+    ordered = gathered[gathered[:, 0].argsort()].numpy()
+    assert ordered[:, 0].tolist() == list(range(len(labels)))
+    return ordered[:, 1:]
 
 
 def _rank(columns: Tensor | None, output: Tensor, target: Tensor, k: int) -> Tensor:
@@ -239,7 +243,7 @@ class LabelScores:
             "images": len(self.labels), "classes": len(each.words), "classes_found_by": each.found_by,
             "is_restricted_to_its_classes": each.columns is not None,
             "map": sum(precisions) / max(len(precisions), 1),
-            **F1(len(self.names), is_multi_label=True).compute(numpy.concatenate(counts), len(self.labels)),
+            **F1(len(self.names), is_multi_label=True).compute(numpy.concatenate(counts).tolist(), len(self.labels)),
             "bce": math.fsum(terms.ravel().tolist()) / terms.size,
         }  # fmt: skip
 
@@ -254,8 +258,8 @@ class LabelScores:
 
     def sections(self, _: Path) -> dict[str, str]:
         """Return the section of a page: all classes, the worst first."""
-        rows = zip(self.names, self.labels.sum(axis=0).tolist(), self.precisions, strict=True)
-        rows = sorted(([name, number, share] for name, number, share in rows if share is not None), key=lambda r: r[2])
+        found = zip(self.names, self.labels.sum(axis=0).tolist(), self.precisions, strict=True)
+        rows = sorted(([name, number, share] for name, number, share in found if share is not None), key=lambda r: r[2])
         return {f"{self.set.name}: classes": table(["class", "images", "average precision, %"], rows)}
 
 
@@ -309,17 +313,18 @@ class Scores:
         """Return the sections of a page in a folder: mistakes, the surest first, and all classes, the worst first."""
         source, name, names, mistakes, rows = self.set.source, self.set.name, self.names, [], []
         for row in find_mistakes(self.found, 60):
-            _, label, predicted, confidence = (column[row] for column in self.found)
-            words = [source.path(row), f"{confidence:.1%} {names[predicted]}", f"is {names[label]}"]
+            prediction = f"{self.found.confidence[row]:.1%} {names[self.found.predicted[row]]}"
+            words = [source.path(row), prediction, f"is {names[self.found.target[row]]}"]
             mistakes.append((row, words))
         for label in numpy.unique(self.labels):
             counts = Counter(self.found.predicted[self.labels == label].tolist())
             n, hits = counts.total(), counts.pop(label, 0)
             others = ", ".join(f"{names[other]} ({count})" for other, count in counts.most_common(3))
             rows.append([names[label], n, 100 * hits / n, others])
+        rows.sort(key=lambda row: row[2])
         shown = ((decode_plainly(source.read(row), how=self.set.decoding), words) for row, words in mistakes)
         images = show_images(shown, folder)
-        classes = table(["class", "images", "Acc@1, %", "most often taken for"], sorted(rows, key=lambda row: row[2]))
+        classes = table(["class", "images", "Acc@1, %", "most often taken for"], rows)
         return {f"{name}: mistakes, the surest first": images, f"{name}: classes": classes}
 
 
@@ -401,7 +406,7 @@ def open_sets(
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
     sets, extensions = [], choose_extensions(trained, options.extensions)
     for text in options.sets:
-        name, source = open_named("--set", text, trained.args.multi_label, extensions)
+        name, source = open_named("--set", text, trained.args.data.multi_label, extensions)
         if name == "minival":
             source, _ = hold_out(source, *part)
         elif os.path.realpath(source.root) == os.path.realpath(f"{trained.trained_with.get('data_path')}/train"):
@@ -414,53 +419,54 @@ def evaluate(options: argparse.Namespace) -> None:
     """Write the files that were asked for, and print the results. Collective: every rank must call it."""
     validate(options)
     trained = open_from_options(options)
-    if trained.args.multi_label and options.confusion is not None:
+    if trained.args.data.multi_label and options.confusion is not None:
         raise UserError("--confusion is of models of one class an image, and this one was trained with --multi-label")
     args = tool_options(trained, options, is_alone=False)
     num_classes = trained.count_classes()
     preset = trained.preset
     sets, names = open_sets(options, trained, preset.decoding, num_classes)
     for each in sets:
-        data.note_files(each.name, each.source, args, args.val_resize_size)
-    set_up_threads(args.replaced(use_deterministic_algorithms=True))
+        data.note_files(each.name, each.source, args.data, args.distributed.rank, args.augmentation.val_resize_size)
+    set_up_threads(args.replaced(use_deterministic_algorithms=True).precision)
     images = [data.IndexedImageFolder(each.source.root, preset, source=each.source) for each in sets]
     # Before other threads start, such as the process group's: see `BatchLoader.start`.
-    loaders = data.start_loaders(images, args)
-    collectives.join_processes(args)
-    device = set_up_device(args)
-    model = move_to_device(trained.model, args, device).eval()
-    model = FlipAverage(model) if args.eval_flip else model
+    loaders = data.start_loaders(images, args.data, args.augmentation, args.optimization, args.distributed.device)
+    collectives.join_processes(args.distributed, args.monitoring.stall_timeout)
+    device = set_up_device(args.precision, args.distributed, args.checkpoint.test_only)
+    model = move_to_device(trained.model, args.precision, device).eval()
+    model = FlipAverage(model) if args.model.eval_flip else model
     report = {
-        "checkpoint": options.checkpoint, "weights": trained.kind, "model": args.model,
-        "preprocessing": trained.preprocessing, "eval_flip": args.eval_flip, "amp": args.amp,
-        "batch_size": args.batch_size, "sets": {},
+        "checkpoint": options.checkpoint, "weights": trained.kind, "model": args.model.model,
+        "preprocessing": trained.preprocessing, "eval_flip": args.model.eval_flip, "amp": args.precision.amp,
+        "batch_size": args.optimization.batch_size, "sets": {},
     }  # fmt: skip
     all_scores = []
     k = min(max(options.topk), num_classes)
-    for each, loader in zip(sets, loaders, strict=True):
-        loader = data.build_device_loader(args, loader, None, device, num_classes)
-        with torch.inference_mode(), autocast(args, device):
+    for each, on_host in zip(sets, loaders, strict=True):
+        loader = data.build_device_loader(args, on_host, None, device, num_classes)
+        with torch.inference_mode(), autocast(args.precision, device):
             rows = score_set(each, model, loader, k if each.columns is None else min(k, len(each.columns)))
-        if args.rank == 0:
+        if args.distributed.rank == 0:
             kind = Scores if each.source.label_sets is None else LabelScores
             all_scores.append(kind(each, rows, names, options.topk))
             report["sets"][each.name] = all_scores[-1].summarize()
-    if args.rank == 0:
+    if args.distributed.rank == 0:
         write_files(options, report, all_scores, k)
     leave_group()
-    if args.rank == 0:
+    if args.distributed.rank == 0:
         print(describe(report, options.topk))
 
 
-def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scores], k: int) -> None:
+def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scores | LabelScores], k: int) -> None:
     """Write the files that were asked for, the report last: if it is there, so are the others."""
+    first = all_scores[0]
     if options.predictions is not None:
-        k = k if isinstance(all_scores[0], Scores) else max(len(scores.names) for scores in all_scores)
+        k = k if isinstance(first, Scores) else max(len(scores.names) for scores in all_scores)
         header = ["set", "file", "label", *(f"{word}{place}" for place in range(1, k + 1) for word in ("class", "p"))]
         rows = chain([header], *(scores.predictions() for scores in all_scores))
         write_output(options.predictions, as_csv(rows), "--predictions")
-    if options.confusion is not None:
-        write_output(options.confusion, all_scores[0].confusion(options.confusion.suffix), "--confusion")
+    if options.confusion is not None and isinstance(first, Scores):
+        write_output(options.confusion, first.confusion(options.confusion.suffix), "--confusion")
     if options.html is not None:
         sections = {"Result": f"<pre>{escape(describe(report, options.topk))}</pre>"}
         sections |= dict(chain.from_iterable(scores.sections(options.html.parent).items() for scores in all_scores))

@@ -76,9 +76,9 @@ class Export:
 
     def __init__(self, trained: Trained, options: argparse.Namespace) -> None:
         self.trained, self.model, self.folder = trained, trained.model, options.output
-        self.name = short_name(trained.args.model).rpartition("/")[2] + ("-ema" if options.ema else "")
-        size = trained.args.val_crop_size
-        self.probe = torch.randn(3, trained.args.in_chans, size, size, generator=torch.Generator().manual_seed(0))
+        self.name = short_name(trained.args.model.model).rpartition("/")[2] + ("-ema" if options.ema else "")
+        size = trained.args.augmentation.val_crop_size
+        self.probe = torch.randn(3, trained.args.data.in_chans, size, size, generator=torch.Generator().manual_seed(0))
         self.expected = {number: logits_of(self.model, self.probe[:number]) for number in _PROBES}
         check_finite(self.expected[1], options.checkpoint)
         stream = io.BytesIO()
@@ -109,7 +109,7 @@ class Export:
             "weights": lambda: self.weights, "safetensors": self.make_safetensors, "onnx": self.make_onnx,
             "torch-export": self.make_program,
         }[form]  # fmt: skip
-        with as_user_error(f"{self.trained.args.model} cannot be exported as {form}"):
+        with as_user_error(f"{self.trained.args.model.model} cannot be exported as {form}"):
             payload = make()
         path = self.folder / (self.name + FORMS[form][0].replace("SHA256", self.sha256[:8]))
 
@@ -156,8 +156,8 @@ class Export:
 
     def make_onnx(self) -> bytes:
         """Return the model as one ONNX message."""
-        batch = {"dynamic_shapes": ({0: "batch"},), "input_names": ["input"], "output_names": ["logits"]}
-        program = torch.onnx.export(self.model, (self.probe[:2],), dynamo=True, verbose=False, **batch)
+        more: dict[str, Any] = {"dynamic_shapes": ({0: "batch"},), "input_names": ["input"], "output_names": ["logits"]}
+        program = torch.onnx.export(self.model, (self.probe[:2],), dynamo=True, verbose=False, **more)
         proto = program.model_proto
         importlib.import_module("onnx").helper.set_model_props(proto, packed(self.description))
         return proto.SerializeToString()
@@ -174,14 +174,15 @@ class Export:
 def describe(trained: Trained, num_classes: int, sha256: str) -> dict[str, Any]:
     """Return the facts that a user of a model needs."""
     args = trained.args
-    preprocessing = {key: getattr(args, option) for key, option in OPTIONS.items()}
-    preprocessing |= {"backend": args.backend or "pil", "origin": trained.origin}
-    weights = args.weights or ""  # a file's folders are nobody's business
+    values = args.flat()
+    preprocessing = {key: values[option] for key, option in OPTIONS.items()}
+    preprocessing |= {"backend": args.data.backend or "pil", "origin": trained.origin}
+    weights = args.model.weights or ""  # a file's folders are nobody's business
     initial = (weights if weights.startswith("hf-hub:") else Path(weights).name) or None
     description = {
-        "schema": FORMAT, "model": args.model, "weights": trained.kind.partition(",")[0], "sha256": sha256,
+        "schema": FORMAT, "model": args.model.model, "weights": trained.kind.partition(",")[0], "sha256": sha256,
         "initial_weights": initial, "num_classes": num_classes, "classes": trained.classes,
-        "preprocessing": preprocessing, "has_several_labels": bool(args.multi_label),
+        "preprocessing": preprocessing, "has_several_labels": bool(args.data.multi_label),
     }  # fmt: skip
     return checked(description, "the checkpoint")
 

@@ -30,7 +30,7 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -50,8 +50,8 @@ from loading.index import encode
 from loading.loader import check_workers
 from loading.pack_format import PACK_FORMAT, PACK_KIND, PACK_MANIFEST, encode_index, index_name, parse_manifest
 from loading.progress import Progress, size_text
-from loading.source import Source
-from loading.stores import open_store, read_whole, retry_requests
+from loading.source import Source, labels_of
+from loading.stores import ObjectStore, open_store, read_whole, retry_requests
 from scripts import tool
 from settings.options import BY_NAME
 
@@ -82,7 +82,7 @@ class Split:
         self.sizes = [self.source.size(number) for number in range(len(self.source))]
         self.folders = sorted({name.split("/")[0] for name in self.names})  # in the order of their labels
         if self.source.label_sets is not None:
-            _, first = numpy.unique(self.source.labels, return_index=True)
+            _, first = numpy.unique(labels_of(self.source), return_index=True)
             self.folders = [self.names[number].split("/")[0] for number in first]
             if len({*self.folders}) < len(self.folders):
                 raise UserError(f"{self.source.where}: rename the class 'no label', which images without one have here")
@@ -95,10 +95,10 @@ class Split:
     def describe(self) -> dict[str, Any]:
         """Return facts that another run must find unchanged to continue with this one's shards."""
         lines = "".join(f"{name} {size}\n" for name, size in zip(self.names, self.sizes, strict=True))
-        facts = {"images": len(self.names), "classes": len(self.source.classes), "bytes": sum(self.sizes)}
+        classes = self.source.classes
+        facts: dict[str, Any] = {"images": len(self.names), "classes": len(classes), "bytes": sum(self.sizes)}
         facts["SHA-256 of names and sizes"] = hashlib.sha256(os.fsencode(lines)).hexdigest()
         if (sets := self.source.label_sets) is not None:
-            classes = self.source.classes
             labels = [[classes[each] for each in numpy.flatnonzero(row)] for row in sets]
             facts["labels"] = {"folders": dict(zip(self.folders, labels, strict=True)), "classes": classes}
         return {f"{self.name} {key}": value for key, value in facts.items()}
@@ -134,10 +134,10 @@ def shrink(image: Image.Image, px: int) -> bytes:
     An EXIF orientation but 1 is written beside the pixels, which stay as they were stored.
     """
     shorter, orientation = min(image.size), orientation_of(image)
-    size = tuple(int(px * length / shorter) for length in image.size)
+    width, height = (int(px * length / shorter) for length in image.size)
     image = to_mode(image)
     if shorter > px:
-        image = image.resize(size, Image.Resampling.BICUBIC)
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
     image.info = {}
     # Pillow's own buffer is too small for some images when it optimizes: it fails with "broken data stream".
     ImageFile.MAXBLOCK = max(1 << 16, 4 * image.width * image.height)
@@ -173,7 +173,7 @@ def pack_images(options: argparse.Namespace, task: tuple[Source, range]) -> list
 def build_shard(shard: Shard, packed: Iterator[bytes], progress: Progress) -> tuple[bytes, dict]:
     """Return the bytes of a shard and its record in the manifest; headers depend on names and sizes alone."""
     content = io.BytesIO()
-    names, sizes = (values[shard.start : shard.stop] for values in (shard.split.names, shard.split.sizes))
+    names, sizes = shard.split.names[shard.start : shard.stop], shard.split.sizes[shard.start : shard.stop]
     with tarfile.open(fileobj=content, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for name, image in zip(names, islice(packed, len(names)), strict=True):
             member = tarfile.TarInfo(f"{shard.split.name}/{name}")
@@ -198,7 +198,7 @@ def checksum_of(path: Path) -> str:
     with open_to_read(path) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # its stub refuses BinaryIO
 
 
 def verify_written(checksum: str, path: Path) -> None:
@@ -228,7 +228,7 @@ class Folder:
     def write(self, file: str, content: bytes, checksum: str | None = None) -> None:
         """Write a file, whole or not at all, and with a checksum read it back."""
         try:
-            write_atomically(self.path / file, content, checksum and partial(verify_written, checksum))
+            write_atomically(self.path / file, content, partial(verify_written, checksum) if checksum else None)
         except OSError as error:
             reason = f"cannot write {self.path / file}: {error.strerror or error}"
             raise StorageError(f"{reason}; the same command continues after the whole shards") from error
@@ -238,9 +238,10 @@ class Bucket:
     """OUT behind an address of object storage; requests that fail are tried again."""
 
     def __init__(self, url: str) -> None:
-        if url.startswith("http"):
+        store = None if url.startswith("http") else open_store(url)
+        if not isinstance(store, ObjectStore):
             raise UserError("OUT: a pack is written to a folder, s3://, gs:// or az://; a web server takes a copy")
-        self.store, self.url = open_store(url), url.rstrip("/")
+        self.store, self.url = store, url.rstrip("/")
 
     def __str__(self) -> str:
         return self.url
@@ -384,9 +385,9 @@ def records_of(manifest: dict) -> dict[str, dict]:
 
 def pack(options: argparse.Namespace) -> None:
     """Write the missing part of the pack, and summarise the whole."""
-    is_bucket = isinstance(options.out, str)
-    out, turn = (Bucket if is_bucket else Folder)(options.out), nullcontext()
-    if not is_bucket:
+    out = Bucket(options.out) if isinstance(options.out, str) else Folder(options.out)
+    turn: AbstractContextManager[None] = nullcontext()
+    if isinstance(out, Folder):
         tool.make_out(out.path)
         turn = locked(out.path / "pack.lock", f"waiting for another process that packs into {out}")
     with turn:
@@ -394,7 +395,7 @@ def pack(options: argparse.Namespace) -> None:
         for name in sorted(out.sizes()):
             if earlier is None and not re.fullmatch(PASSING_FILES, name):
                 raise UserError(f"{out}/{name} is not part of a pack, and stays; choose a new or empty OUT")
-            if not is_bucket and re.fullmatch(TEMPORARY_FILES, name):
+            if isinstance(out, Folder) and re.fullmatch(TEMPORARY_FILES, name):
                 (out.path / name).unlink()
         packed = Pack(options, out)
         if earlier:

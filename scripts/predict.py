@@ -196,29 +196,26 @@ def predict(options: argparse.Namespace) -> int:
     """Print the classes of the images, and return the exit code."""
     with clean_stdout() as stdout:
         trained = open_from_options(options, is_predicting=True)
-        images = [image for path in options.images for image in find_images(path, trained.args.extensions)]
+        images = [image for path in options.images for image in find_images(path, trained.args.data.extensions)]
         if not images:
             raise UserError("no images: the lists name none")
-        is_multi_label = bool(trained.args.multi_label)
+        is_multi_label = bool(trained.args.data.multi_label)
         truths = [truth for _, truth in images]
         truths = truths if is_multi_label else find_truths(images, dict.fromkeys(trained.classes or ()))
-        device = torch.device(tool_options(trained, options).device)
+        device = torch.device(tool_options(trained, options).distributed.device)
         model = trained.model if device.type == "cpu" else trained.model.to(device)
         score = partial(_top, lambda image: model(image.to(device)), trained.classes, options, is_multi_label)
         preset = trained.preset
         results = list(predict_all(preset, score, [path for path, _ in images], options.batch_size))
-        predictions = [each for each in results if isinstance(each, Prediction)]
+        pairs = [(each, truth) for each, truth in zip(results, truths, strict=True) if isinstance(each, Prediction)]
         if options.html is not None:
-            pairs = [pair for pair in zip(results, truths, strict=True) if isinstance(pair[0], Prediction)]
             write_page(options, pairs, preset.decoding, is_ranked=not is_multi_label)
         if options.csv is not None:
-            pairs = zip(results, truths, strict=True)
-            tops = [(each, truth) for each, truth in pairs if isinstance(each, Prediction)]
-            rows = [[each.file, truth, *chain(*((name, f"{p:.6g}") for name, p in each.top))] for each, truth in tops]
+            rows = [[each.file, truth, *chain(*((name, f"{p:.6g}") for name, p in each.top))] for each, truth in pairs]
             ranks = range(1, max(map(len, rows), default=2) // 2)
             names = ["file", "true class", *chain(*((f"predicted {rank}", f"share {rank}") for rank in ranks))]
             write_output(options.csv, as_csv([names, *rows]), "--csv")
-        show(predictions, trained.preprocessing, options, stdout)
+        show([each for each, _ in pairs], trained.preprocessing, options, stdout)
     unreadable = [each for each in results if isinstance(each, str)]
     for reason in unreadable:
         print(f"{PROG}: {reason}", file=sys.stderr)

@@ -378,9 +378,9 @@ def prepare(options: argparse.Namespace) -> None:
                 check_md5(path)
         for split in splits:
             split.build()
-    folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-256")
-    print(one_line(f"next: python -m scripts.check {folder}, then python train.py --data-path {folder}"))
-    print(one_line(f"or, to load faster, python -m scripts.pack --data-path {folder} {packed} --short-side 256"))
+    made, packed = shlex.quote(str(out)), shlex.quote(f"{out}-256")
+    print(one_line(f"next: python -m scripts.check {made}, then python train.py --data-path {made}"))
+    print(one_line(f"or, to load faster, python -m scripts.pack --data-path {made} {packed} --short-side 256"))
 
 
 def get_args_parser() -> argparse.ArgumentParser:

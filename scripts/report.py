@@ -193,9 +193,9 @@ def show_curves(figures: dict[str, Any]) -> str:
 
 def draw_confusion(classes: list[str], counts: list[list[int]], title: str) -> Any:
     """Return a figure of counts, rows of true and columns of predicted classes; the last is of others, unless empty."""
-    names, counts = [plain(name)[:24] for name in classes[:32]], numpy.array(counts)
-    columns = [*names, "other"] if counts[:, -1].any() else names
-    shares = (counts / counts.sum(axis=1, keepdims=True).clip(1))[:, : len(columns)]
+    names, cells = [plain(name)[:24] for name in classes[:32]], numpy.array(counts)
+    columns = [*names, "other"] if cells[:, -1].any() else names
+    shares = (cells / cells.sum(axis=1, keepdims=True).clip(1))[:, : len(columns)]
     figure = new_figure(max(7, 3 + 0.32 * len(names)), max(6, 2 + 0.32 * len(names)))
     axis = figure.add_subplot(1, 1, 1, title=plain(title))
     axis.set_ylabel("true class")
@@ -204,7 +204,7 @@ def draw_confusion(classes: list[str], counts: list[list[int]], title: str) -> A
     axis.set_yticks(range(len(names)), names)
     axis.set_xticks(range(len(columns)), columns, rotation=90)
     for row, column in itertools.product(range(len(names)), range(len(columns))):
-        if count := counts[row, column]:
+        if count := cells[row, column]:
             ink = "white" if shares[row, column] > 0.5 else "black"
             axis.text(column, row, count, ha="center", va="center", color=ink, fontsize=7)
     return figure
@@ -426,9 +426,9 @@ def describe_settings(groups: dict[str, list[LoggedRun]]) -> str:
         if found:
             mean, deviation = statistics.fmean(found), f" \u00b1 {spread(found):.3f}" if len(found) > 1 else ""
             rows.append((mean, label, len(found), f"{mean:.3f}{deviation}"))
-    rows = [row for _, *row in sorted(rows, reverse=not CURVES[metric].is_lower_better)]  # the best first
+    ranked = [row for _, *row in sorted(rows, reverse=not CURVES[metric].is_lower_better)]  # the best first
     title = f"best {PANELS[metric].partition(',')[0]}, mean \u00b1 standard deviation"
-    return table(["setting", "runs", title], rows) if rows else ""
+    return table(["setting", "runs", title], ranked) if ranked else ""
 
 
 def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:

@@ -22,7 +22,8 @@ from distributed.ending import error_line, explain_limit, loader_killed
 from distributed.signals import open_closed_files
 from errors import ImageError, StorageError, UserError, escaped
 from files import explain_failure, make_folder, write_atomically
-from settings.options import BY_NAME, NO_ADDRESS, OneLineParser
+from settings.options import BY_NAME, NO_ADDRESS
+from settings.parser import OneLineParser
 
 ROOT = Path(__file__).parent.parent
 # Errors of the system by which a path that was given cannot be used.
@@ -110,7 +111,7 @@ def output_file(*endings: str) -> Callable[[str], Path]:
     return check
 
 
-def write_output(path: Path, content: bytes, option: str = "", verify: Callable[[Path], None] | None = None) -> None:
+def write_output(path: Path, content: bytes, option: str = "", verify: Callable[[Path], object] | None = None) -> None:
     """Write a file whole or not at all; `option` names it in a message, and `verify` is as in `write_atomically`."""
     try:
         write_atomically(path, content, verify)
@@ -192,8 +193,9 @@ def in_order(function: Callable[[Any], Any], tasks: list, num_workers: int) -> I
 
     from distributed.signals import start_worker
 
-    processes = {"num_workers": num_workers, "multiprocessing_context": "fork", "worker_init_fn": start_worker}
-    return DataLoader(tasks, batch_size=None, collate_fn=function, **processes)
+    start: dict[str, Any] = {"multiprocessing_context": "fork", "worker_init_fn": start_worker}
+    # torch's annotations know no list as a data set.
+    return DataLoader(tasks, batch_size=None, collate_fn=function, num_workers=num_workers, **start)  # type: ignore[arg-type]
 
 
 def run(prog: str, work: Callable[[], int | None], when_interrupted: str) -> None:

@@ -6,14 +6,14 @@ Exported files hold a description of the model, or have it beside them.
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from checkpointing.preprocessing import preprocessing_line
+from checkpointing.preprocessing import preprocessing_line, preprocessing_of
 from checkpointing.published import fetch_by_name
 from checkpointing.weights import Weights, load_weights
 from errors import UserError, as_user_error, is_printable, one_line
@@ -23,8 +23,10 @@ from models.of_weights import build_evaluated
 from presets import ClassificationPresetEval, build_presets
 from scripts.tool import add_train_option, positive
 from settings import checks, config
-from settings.options import BY_NAME, PREPROCESSING, WHY_TYPED, WITH_DEFAULT, is_same_model, split_custom, with_defaults
+from settings.options import BY_NAME, PREPROCESSING, WHY_TYPED, WITH_DEFAULT, is_same_model, with_defaults
 from settings.packages import require_package
+from settings.rules import split_custom
+from settings.stages import Parsed, Resolved
 
 # Format of the descriptions; its number changes when older readers would misread new descriptions. The first lacked
 # `WITH_DEFAULT`.
@@ -51,9 +53,9 @@ _HASHED = re.compile(r"-[0-9a-f]{8}$")
 class Trained(NamedTuple):
     """A model and the facts that its users need."""
 
-    # (B, C, S, S) normalised floats to (B, num_classes) logits, on the CPU; a module in evaluation mode, or a graph.
-    model: Callable[[Tensor], Tensor]
-    args: config.Resolved  # the options that it is evaluated with: `model`, not of a graph, `val_crop_size` ...
+    # (B, C, S, S) normalised floats to (B, num_classes) logits, on the CPU; in evaluation mode, or an exported graph.
+    model: nn.Module
+    args: Parsed  # the options that it is evaluated with: `model`, not of a graph, `val_crop_size` ...
     classes: list[str] | None  # names of the classes; None where the file has none
     kind: str  # words for a message, such as `the raw weights of resnet18`
     trained_with: dict[str, Any]  # all options of its training or publication that the file holds
@@ -63,18 +65,18 @@ class Trained(NamedTuple):
     @property
     def preset(self) -> ClassificationPresetEval:
         """The transform of a PIL image into (C, S, S) normalised floats."""
-        return build_presets(self.args)[1]
+        return build_presets(self.args.data, self.args.augmentation)[1]
 
     @property
     def preprocessing(self) -> dict[str, Any]:
         """The preprocessing of its images and its origin, as plain values."""
-        return {**{name: getattr(self.args, name) for name in PREPROCESSING}, "origin": self.origin}
+        return {**preprocessing_of(self.args), "origin": self.origin}
 
     def count_classes(self) -> int:
         """Return how many classes the model scores."""
-        size = self.args.val_crop_size
+        size = self.args.augmentation.val_crop_size
         with torch.inference_mode():
-            return self.model(torch.zeros(1, self.args.in_chans, size, size)).size(1)
+            return self.model(torch.zeros(1, self.args.data.in_chans, size, size)).size(1)
 
 
 def add_options(
@@ -98,7 +100,7 @@ def add_machine_options(parser: argparse.ArgumentParser, batch_size: int = 128) 
     add_train_option(parser, "device", "cuda, cpu ... (default: the accelerator of this machine, else cpu)")
 
 
-def tool_options(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> config.Resolved:
+def tool_options(trained: Trained, options: argparse.Namespace, *, is_alone: bool = True) -> Resolved:
     """Return the options with which a tool evaluates a model on this machine.
 
     The tool's own replace the checkpoint's where they have the names of train.py's. If `is_alone`, it is one process.
@@ -109,10 +111,11 @@ def tool_options(trained: Trained, options: argparse.Namespace, *, is_alone: boo
     args = trained.args.replaced(**given, test_only=True, compile=None)
     checks.validate(args)
     args, _ = config.on_machine(args)
-    if is_alone and args.world_size > 1:
-        raise UserError(f"{args.world_size} processes were started, and this tool is one; start it without a launcher")
-    check_workers(args.workers)
-    return args.replaced(distributed=args.world_size > 1)
+    world_size = args.distributed.world_size
+    if is_alone and world_size > 1:
+        raise UserError(f"{world_size} processes were started, and this tool is one; start it without a launcher")
+    check_workers(args.data.workers)
+    return args.replaced(is_launched=world_size > 1)
 
 
 def open_from_options(options: argparse.Namespace, *, is_predicting: bool = False) -> Trained:
@@ -141,9 +144,9 @@ def open_from_options(options: argparse.Namespace, *, is_predicting: bool = Fals
 
 def choose_extensions(trained: Trained, given: list[str] | None) -> list[str] | None:
     """Return `--extensions`, by default those of the training, and print these: they decide which images there are."""
-    if given is None and trained.args.extensions:
-        print(one_line(f"--extensions {' '.join(trained.args.extensions)}: as in the checkpoint"))
-    return given or trained.args.extensions
+    if given is None and trained.args.data.extensions:
+        print(one_line(f"--extensions {' '.join(trained.args.data.extensions)}: as in the checkpoint"))
+    return given or trained.args.data.extensions
 
 
 def check_finite(logits: Tensor, source: str) -> None:
@@ -155,7 +158,7 @@ def check_finite(logits: Tensor, source: str) -> None:
 def show_preprocessing(trained: Trained) -> None:
     """Print how a model's images are prepared."""
     print(preprocessing_line(trained.args, trained.origin))
-    if trained.args.eval_flip:
+    if trained.args.model.eval_flip:
         print("--eval-flip of the checkpoint: evaluations average the scores of an image and its mirror image; "
               "predictions and exported files score the image alone")  # fmt: skip
 
@@ -207,7 +210,7 @@ def build_trained(source: str, weights: Weights, model: str | None, given: Mappi
     if model is None and split_custom(name):
         raise UserError(f"{source} is a model of {name}, {WHY_TYPED}")
     built, args, origin = build_evaluated(source, model or name, weights, given, is_typed=model is not None)
-    options = {**weights.options, **{option: getattr(args, option) for option in PREPROCESSING}}
+    options = {**weights.options, **preprocessing_of(args)}
     return Trained(built, args, weights.classes, weights.kind, options, origin, weights.script)
 
 
@@ -281,7 +284,7 @@ def _find_description(path: Path) -> dict[str, Any] | None:
     return checked(content, str(path))
 
 
-def open_graph(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+def open_graph(path: Path, source: str) -> tuple[nn.Module, dict[str, Any]]:
     """Return an exported graph, from images to logits on the CPU as of `Trained`, and its description.
 
     A .pt2 is a program: opening it may run any code in it. Messages call the file `source`, whose ending tells its
@@ -291,22 +294,26 @@ def open_graph(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dic
     return model, _unpacked(texts, source)
 
 
-def _open_onnx(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
+class _OnnxGraph(nn.Module):
+    def __init__(self, session: Any) -> None:
+        super().__init__()
+        self.session = session
+
+    def forward(self, image: Tensor) -> Tensor:
+        return torch.from_numpy(self.session.run(["logits"], {"input": image.contiguous().numpy()})[0])
+
+
+def _open_onnx(path: Path, source: str) -> tuple[nn.Module, dict[str, str]]:
     runtime = require_package("onnxruntime", source)
     with as_user_error(f"{source} cannot be opened"):
         settings = runtime.SessionOptions()
         settings.log_severity_level = 4
         settings.intra_op_num_threads = torch.get_num_threads()
         session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        texts = session.get_modelmeta().custom_metadata_map
-
-    def run(image: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(["logits"], {"input": image.contiguous().numpy()})[0])
-
-    return run, texts
+        return _OnnxGraph(session), session.get_modelmeta().custom_metadata_map
 
 
-def _open_program(path: Path, source: str) -> tuple[Callable[[Tensor], Tensor], dict[str, str]]:
+def _open_program(path: Path, source: str) -> tuple[nn.Module, dict[str, str]]:
     files = {EXTRA_FILE: ""}
     with as_user_error(f"{source} cannot be opened"), open(path, "rb") as file:
         model = torch.export.load(file, extra_files=files).module()

@@ -6,9 +6,9 @@ mistakes are reported. Each remark of `REMARKS` returns a line, or an empty stri
 
 import os
 import re
-from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,53 @@ from settings import options
 from settings.choices import LOGGERS, OPTIMIZERS, POLICIES, TABLES
 from settings.custom_code import parse_kwargs
 from settings.machine import default_folder
-from settings.options import BY_NAME, STATISTICS, Option, split_custom
+from settings.options import (
+    BY_NAME,
+    STATISTICS,
+    AugmentationOptions,
+    CheckpointOptions,
+    DataOptions,
+    ModelOptions,
+    MonitoringOptions,
+    OptimizationOptions,
+    PrecisionOptions,
+    ScheduleOptions,
+    StartOptions,
+)
+from settings.rules import Option, as_list, split_custom
+from settings.stages import Parsed
 
 
-def validate(args: Namespace) -> None:
+def validate(args: Parsed) -> None:
     """Raise UserError for the first option that cannot be used, as far as that shows before a device is touched."""
+    values = args.flat()
     for name, option in BY_NAME.items():
-        _check_value(option, getattr(args, name))
+        _check_value(option, values[name])
+    check_names(args)
     for check in CHECKS:
-        check(args)
-    options.parse_allowed(args.allow_change)
+        check(*_groups_of(check, args))
+    options.parse_allowed(args.checkpoint.allow_change)
 
 
-def remarks(args: Namespace) -> list[str]:
+def remarks(args: Parsed) -> list[str]:
     """Return a line about each option that has no effect in this run, and about those that are seldom meant so."""
     lines = []
+    values = args.flat()
     for name, option in BY_NAME.items():
-        if getattr(args, name) != option.default:
-            why = option.why_idle(args)
-            if why:
-                lines.append(f"{option.flag} has no effect {why}")
-    return lines + [line for line in (remark(args) for remark in REMARKS) if line]
+        if values[name] != option.default and (why := option.why_idle(values)):
+            lines.append(f"{option.flag} has no effect {why}")
+    return lines + [line for remark in REMARKS if (line := remark(*_groups_of(remark, args)))]
+
+
+def _groups_of(check: Callable[..., Any], args: Parsed) -> list[Any]:
+    """Return the groups of options that a check reads, by the names of its parameters."""
+    return [getattr(args, name) for name in signature(check).parameters]
 
 
 def _check_value(option: Option, value: Any) -> None:
     """Refuse numbers out of bounds, and text that no record or recipe could hold."""
     option.check(value)
-    for text in value if isinstance(value, list) else [value]:
+    for text in as_list(value):
         if isinstance(text, str):
             _check_text(option, text)
 
@@ -62,59 +82,54 @@ def _check_text(option: Option, text: str) -> None:
         raise UserError(f"{option.flag} {text.partition('//')[0]}//...: {options.NO_ADDRESS}")
 
 
-def check_names(args: Namespace) -> None:
+def check_names(args: Parsed) -> None:
     """Check the names that the tables of `choices` hold; those of models are looked up when they are built."""
-    parse_kwargs(args.model_kwargs)
+    parse_kwargs(args.model.model_kwargs)
     for option, (kind, table) in TABLES.items():
-        value = getattr(args, option)
-        if not value or not table:
-            continue
-        for name in value if isinstance(value, list) else [value]:
-            _check_name(option, kind, table, name)
+        value = args.flat()[option]
+        if value and table:
+            for name in as_list(value):
+                _check_name(option, kind, table, name)
 
 
 def _check_name(option: str, kind: str, table: Collection[str], name: str) -> None:
     """Refuse a name that is in no table, not timm's and no code of the user's own."""
     has_timms = option in ("opt", "auto_augment")
-    is_timms = has_timms and name.startswith("timm/")
-    if name in table or split_custom(name) or is_timms:
+    if name in table or split_custom(name) or (has_timms and name.startswith("timm/")):
         return
     hint = did_you_mean(name, table) or f" (known: {', '.join(table)});"
     timms = "timm's are written timm/NAME, " if has_timms else ""
     raise UserError(f"{BY_NAME[option].flag} {name}: unknown {kind}{hint} {timms}your own FILE.py:FUNCTION")
 
 
-def check_data(args: Namespace) -> None:
+def check_data(start: StartOptions, data: DataOptions) -> None:
     """Check that there are images to read, and the extensions of their files."""
-    if args.data_path is None and args.synthetic is None and not args.dry_run:
+    if data.data_path is None and data.synthetic is None and not start.dry_run:
         raise UserError("--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data")
-    for extension in args.extensions or ():
+    for extension in data.extensions or ():
         if extension[0] != ".":
             raise UserError(f"--extensions {extension}: expected a dot and letters, such as .avif")
 
 
-def check_batch(args: Namespace) -> None:
+def check_batch(optimization: OptimizationOptions) -> None:
     """Check that micro-batches make up the global batch; `assign` counts them."""
-    if args.global_batch_size is not None and args.global_batch_size % args.batch_size:
-        nearest = max(args.global_batch_size // args.batch_size, 1) * args.batch_size
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of --batch-size {args.batch_size}; "
-            f"give {nearest}"
-        )
+    total, each = optimization.global_batch_size, optimization.batch_size
+    if total is not None and total % each:
+        nearest = max(total // each, 1) * each
+        raise UserError(f"--global-batch-size {total} is not a multiple of --batch-size {each}; give {nearest}")
 
 
-def check_held_out(args: Namespace) -> None:
+def check_held_out(data: DataOptions) -> None:
     """Check the fold of the minival, and the names of further evaluation sets."""
     # The tolerances: a quotient of floats may come out just below a whole number of folds.
-    if args.minival and (args.minival_fold + 0.999) * args.minival > 1:
-        last = int(1 / args.minival + 1e-9) - 1
-        raise UserError(f"--minival-fold {args.minival_fold} of --minival {args.minival}: expected 0 to {last}")
-    misnamed = _find_misnamed(args.eval_data or ())
+    if data.minival and (data.minival_fold + 0.999) * data.minival > 1:
+        last = int(1 / data.minival + 1e-9) - 1
+        raise UserError(f"--minival-fold {data.minival_fold} of --minival {data.minival}: expected 0 to {last}")
+    misnamed = _find_misnamed(data.eval_data or ())
     if misnamed is not None:
-        raise UserError(
-            f"--eval-data {misnamed}: expected NAME=DIR with a different NAME of letters, digits and . - _ for each "
-            "set; train, epoch, val, minival and names ending in _ema are reserved"
-        )
+        reserved = "train, epoch, val, minival and names ending in _ema are reserved"
+        expected = "expected NAME=DIR with a different NAME of letters, digits and . - _ for each set"
+        raise UserError(f"--eval-data {misnamed}: {expected}; {reserved}")
 
 
 def _find_misnamed(texts: Sequence[str]) -> str | None:
@@ -130,160 +145,139 @@ def _find_misnamed(texts: Sequence[str]) -> str | None:
     return None
 
 
-def check_crops(args: Namespace) -> None:
+def check_crops(augmentation: AugmentationOptions) -> None:
     """Check progressive resizing, and that training images are large enough for the blur."""
-    smallest = args.train_crop_size_min
-    ramp = args.crop_ramp_epochs
+    smallest, ramp = augmentation.train_crop_size_min, augmentation.crop_ramp_epochs
     if smallest and not ramp:
         raise UserError("--train-crop-size-min needs --crop-ramp-epochs, the epochs between which the size grows")
     if ramp and not 0 <= ramp[0] < ramp[1]:
         raise UserError(f"--crop-ramp-epochs {ramp[0]} {ramp[1]}: expected two epochs, the first before the last")
-    if smallest and smallest > args.train_crop_size:
-        raise UserError(f"--train-crop-size-min {smallest} is above --train-crop-size {args.train_crop_size}")
+    if smallest and smallest > augmentation.train_crop_size:
+        raise UserError(f"--train-crop-size-min {smallest} is above --train-crop-size {augmentation.train_crop_size}")
     # The kernel has 13 pixels, and torch mirrors 6 at each edge: it needs more than that many.
-    if args.blur_prob and (smallest or args.train_crop_size) < 7:
-        raise UserError(
-            "--blur-prob needs training images of 7 pixels or more; give a larger crop size, or remove --blur-prob"
-        )
+    if augmentation.blur_prob and (smallest or augmentation.train_crop_size) < 7:
+        remedy = "give a larger crop size, or remove --blur-prob"
+        raise UserError(f"--blur-prob needs training images of 7 pixels or more; {remedy}")
 
 
-def check_flips(args: Namespace) -> None:
+def check_flips(augmentation: AugmentationOptions) -> None:
     """Check that alternating flips are not given a probability too."""
-    if args.hflip_mode == "alternating" and args.hflip_prob != BY_NAME["hflip_prob"].default:
-        raise UserError(
-            f"--hflip-prob {args.hflip_prob}: --hflip-mode alternating flips each image in every second epoch; give "
-            "--hflip-prob 0.5, or --hflip-mode random"
-        )
+    if augmentation.hflip_mode == "alternating" and augmentation.hflip_prob != BY_NAME["hflip_prob"].default:
+        why = "--hflip-mode alternating flips each image in every second epoch"
+        remedy = "give --hflip-prob 0.5, or --hflip-mode random"
+        raise UserError(f"--hflip-prob {augmentation.hflip_prob}: {why}; {remedy}")
 
 
-def check_optimization(args: Namespace) -> None:
+def check_optimization(optimization: OptimizationOptions) -> None:
     """Check the scaling of the learning rate, and that one option at most clips gradients."""
-    if args.lr_scaling != "none" and args.reference_global_batch is None:
-        raise UserError(
-            f"--lr-scaling {args.lr_scaling} needs --lr-scaling-batch, the global batch size that --lr is meant for, "
-            "or a recipe that sets it"
-        )
-    if [args.clip_agc, args.clip_grad_norm, args.clip_grad_value].count(None) < 2:
-        raise UserError(
-            "--clip-agc, --clip-grad-norm and --clip-grad-value all clip the gradients; give only one of them"
-        )
+    if optimization.lr_scaling != "none" and optimization.reference_global_batch is None:
+        needed = "--lr-scaling-batch, the global batch size that --lr is meant for, or a recipe that sets it"
+        raise UserError(f"--lr-scaling {optimization.lr_scaling} needs {needed}")
+    if [optimization.clip_agc, optimization.clip_grad_norm, optimization.clip_grad_value].count(None) < 2:
+        flags = "--clip-agc, --clip-grad-norm and --clip-grad-value"
+        raise UserError(f"{flags} all clip the gradients; give only one of them")
 
 
-def check_channels(args: Namespace) -> None:
+def check_channels(data: DataOptions, augmentation: AugmentationOptions) -> None:
     """Check that all that depends on the number of channels fits it."""
     for name in STATISTICS:
-        number = len(getattr(args, name))
-        if number != args.in_chans:
-            raise UserError(
-                f"--{name} has {counted(number, 'value')}, but --in-chans is {args.in_chans}; give one value per "
-                "channel, or another --in-chans"
-            )
-    if args.in_chans == 3:
+        number = len(getattr(augmentation, name))
+        if number != data.in_chans:
+            has = f"--{name} has {counted(number, 'value')}, but --in-chans is {data.in_chans}"
+            raise UserError(f"{has}; give one value per channel, or another --in-chans")
+    if data.in_chans == 3:
         return
     for name in ("auto_augment", "color_jitter", "grayscale_prob"):
-        if getattr(args, name):
+        if getattr(augmentation, name):
             flag = BY_NAME[name].flag
-            raise UserError(f"{flag} needs three colour channels, but --in-chans is {args.in_chans}; remove {flag}")
+            raise UserError(f"{flag} needs three colour channels, but --in-chans is {data.in_chans}; remove {flag}")
 
 
-def check_class_weights(args: Namespace) -> None:
+def check_class_weights(optimization: OptimizationOptions) -> None:
     """Check that weights of classes are there, and that the loss uses them."""
-    if args.class_weights is None:
+    weights, loss = optimization.class_weights, optimization.criterion
+    if weights is None:
         return
-    if args.class_weights != "balanced" and not os.path.isfile(args.class_weights):
-        raise UserError(
-            f"--class-weights {args.class_weights}: no such file; give balanced, or a list with the columns class and "
-            "weight"
-        )
-    if split_custom(args.criterion or ""):
-        raise UserError(
-            f"--criterion {args.criterion}, your own loss, ignores --class-weights; weight the classes in it, or "
-            "remove one of the two"
-        )
+    if weights != "balanced" and not os.path.isfile(weights):
+        remedy = "give balanced, or a list with the columns class and weight"
+        raise UserError(f"--class-weights {weights}: no such file; {remedy}")
+    if split_custom(loss or ""):
+        remedy = "weight the classes in it, or remove one of the two"
+        raise UserError(f"--criterion {loss}, your own loss, ignores --class-weights; {remedy}")
 
 
-def check_multi_label(args: Namespace) -> None:
+def check_multi_label(
+    data: DataOptions,
+    augmentation: AugmentationOptions,
+    optimization: OptimizationOptions,
+    checkpoint: CheckpointOptions,
+    monitoring: MonitoringOptions,
+) -> None:
     """Check what several labels of an image allow: losses, metrics and options of single classes do not fit them."""
-    if args.multi_label:
-        if args.synthetic is not None and not args.test_only:
-            raise UserError(
-                "--multi-label needs the labels of a list, but --synthetic images have one class each; remove one of "
-                "the two"
-            )
-        if not args.bce_loss and not split_custom(args.criterion or ""):
-            raise UserError(
-                "--multi-label: softmax losses need exactly one class per image; give --criterion bce, or your own loss"
-            )
-        if len(args.multi_label) > 1 or args.multi_label == "/":
-            raise UserError(
-                f"--multi-label {args.multi_label}: expected one character that separates labels, other than /"
-            )
+    if data.multi_label:
+        if data.synthetic is not None and not checkpoint.test_only:
+            trouble = "needs the labels of a list, but --synthetic images have one class each"
+            raise UserError(f"--multi-label {trouble}; remove one of the two")
+        if not optimization.bce_loss and not split_custom(optimization.criterion or ""):
+            remedy = "give --criterion bce, or your own loss"
+            raise UserError(f"--multi-label: softmax losses need exactly one class per image; {remedy}")
+        if len(data.multi_label) > 1 or data.multi_label == "/":
+            expected = "expected one character that separates labels, other than /"
+            raise UserError(f"--multi-label {data.multi_label}: {expected}")
+        values = {**vars(augmentation), **vars(optimization)}
         for name in ("balanced_sampler", "label_smoothing", "teacher"):
-            if getattr(args, name):
+            if values[name]:
                 raise UserError(f"{BY_NAME[name].flag} needs exactly one class per image; remove it or --multi-label")
-    unfit = "balanced_acc" if args.multi_label else "map"
-    if unfit in (args.metrics or ()):
-        raise UserError(
-            "--metrics: map needs several labels per image (--multi-label), balanced_acc exactly one class per image"
-        )
+    if ("balanced_acc" if data.multi_label else "map") in (monitoring.metrics or ()):
+        needs = "map needs several labels per image (--multi-label), balanced_acc exactly one class per image"
+        raise UserError(f"--metrics: {needs}")
 
 
-def check_loggers(args: Namespace) -> None:
+def check_loggers(monitoring: MonitoringOptions) -> None:
     """Check that loggers do not exclude each other, have names of their own, and are installed."""
-    if "none" in args.logger and args.logger != ["none"]:
+    if "none" in monitoring.logger and monitoring.logger != ["none"]:
         raise UserError("--logger none cannot be combined with other loggers; remove it or them")
     # loggers.jsonl knows a logger by this last part, so that a file of one's own may move.
-    short = [os.path.basename(name) for name in args.logger]
-    for name in args.logger:
+    short = [os.path.basename(name) for name in monitoring.logger]
+    for name in monitoring.logger:
         if short.count(os.path.basename(name)) > 1:
             raise UserError(f"--logger {name}: two loggers have this name; give it once, or rename one of the files")
-    for name in args.logger:
+    for name in monitoring.logger:
         package = LOGGERS[name].package if name in LOGGERS else ""
-        if package and not _is_installed(package):
+        # By its origin: the folder that W&B makes for its runs bears the package's name.
+        if package and getattr(find_spec(package), "origin", None) is None:
             raise UserError(f"--logger needs {package}, which is not installed here: pip install {package}")
 
 
-def _is_installed(package: str) -> bool:
-    """Tell whether a package can be imported; the folder that W&B makes for its runs bears the package's name."""
-    return getattr(find_spec(package), "origin", None) is not None
-
-
-def check_modes(args: Namespace) -> None:
+def check_modes(augmentation: AugmentationOptions, precision: PrecisionOptions) -> None:
     """Check that one sampler sets the order, and that nothing is chosen by timing where bits must repeat."""
-    if args.balanced_sampler and args.ra_sampler:
+    if augmentation.balanced_sampler and augmentation.ra_sampler:
         raise UserError("--balanced-sampler and --ra-sampler both set the sampling order; give only one of them")
-    if args.use_deterministic_algorithms and (args.compile or "").startswith("max-autotune"):
-        raise UserError(
-            f"--compile {args.compile} chooses kernels by timing them, which --use-deterministic-algorithms forbids; "
-            "use --compile default"
-        )
+    if precision.use_deterministic_algorithms and (precision.compile or "").startswith("max-autotune"):
+        why = "chooses kernels by timing them, which --use-deterministic-algorithms forbids"
+        raise UserError(f"--compile {precision.compile} {why}; use --compile default")
 
 
-def check_epochs(args: Namespace) -> None:
+def check_epochs(schedule: ScheduleOptions) -> None:
     """Check that epochs are left to train, and that a patience has evaluations to count."""
-    if args.start_epoch >= args.epochs:
-        raise UserError(
-            f"--start-epoch {args.start_epoch}: expected less than --epochs {args.epochs}; epochs count from 0"
-        )
-    if args.stop_epoch is not None and args.start_epoch >= args.stop_epoch:
-        raise UserError(
-            f"--start-epoch {args.start_epoch}: expected less than --stop-epoch {args.stop_epoch}; epochs count from 0"
-        )
-    if args.patience is not None and args.eval_every == 0:
-        raise UserError(
-            "--patience counts evaluations, and --eval-every 0 evaluates once, at the end; give one of them"
-        )
+    first = schedule.start_epoch
+    for flag, end in [("--epochs", schedule.epochs), ("--stop-epoch", schedule.stop_epoch)]:
+        if end is not None and first >= end:
+            raise UserError(f"--start-epoch {first}: expected less than {flag} {end}; epochs count from 0")
+    if schedule.patience is not None and schedule.eval_every == 0:
+        why = "--patience counts evaluations, and --eval-every 0 evaluates once, at the end"
+        raise UserError(f"{why}; give one of them")
 
 
-def check_start(args: Namespace) -> None:
+def check_start(model: ModelOptions, checkpoint: CheckpointOptions) -> None:
     """Check what a run starts from, and what an evaluation evaluates."""
-    if args.overwrite and args.resume == "auto":
+    if checkpoint.overwrite and checkpoint.resume == "auto":
         raise UserError("--overwrite starts over, but --resume auto resumes; give only one of them")
-    if args.test_only and not args.weights and not args.resume:
+    if checkpoint.test_only and not model.weights and not checkpoint.resume:
         raise UserError("--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH")
-    if args.ema:
-        _check_average(args.weights)
-    if args.test_only and args.resume == "auto" and args.output_dir is None:
+    if model.ema:
+        _check_average(model.weights)
+    if checkpoint.test_only and checkpoint.resume == "auto" and checkpoint.output_dir is None:
         raise UserError("--test-only --resume auto needs --output-dir, the folder to look in")
 
 
@@ -297,48 +291,46 @@ def _check_average(weights: str | None) -> None:
     raise UserError(f"--ema loads the average of a file, and --weights {trouble}; give --weights FILE, or remove --ema")
 
 
-def check_repeats(args: Namespace) -> None:
+def check_repeats(data: DataOptions, monitoring: MonitoringOptions) -> None:
     """Refuse a value that a list holds twice."""
-    for name in ("extensions", "metrics"):
-        values = getattr(args, name) or ()
-        for value in values:
+    for name, values in [("extensions", data.extensions), ("metrics", monitoring.metrics)]:
+        for value in values or ():
             if values.count(value) > 1:
                 raise UserError(f"--{name} {value} is given twice; give it once")
 
 
-def check_interpolation(args: Namespace) -> None:
+def check_interpolation(data: DataOptions, augmentation: AugmentationOptions) -> None:
     """Refuse interpolations that torchvision's transforms would refuse at the first image that needs them."""
     on_images = {"nearest", "nearest-exact", "bilinear", "bicubic"}
-    known = set(options.INTERPOLATIONS)
-    needed_by = ""
-    if args.backend == "tensor":
-        known = on_images
-        needed_by = "--backend tensor"
-    if args.auto_augment in POLICIES:
+    known, needed_by = set(options.INTERPOLATIONS), ""
+    if data.backend == "tensor":
+        known, needed_by = on_images, "--backend tensor"
+    if augmentation.auto_augment in POLICIES:
         # A policy rotates and shears; AugMix works on tensors with either backend.
         known = on_images
-        if args.backend == "tensor" or args.auto_augment == "augmix":
+        if data.backend == "tensor" or augmentation.auto_augment == "augmix":
             known = {"nearest", "bilinear"}
-        needed_by = f"--auto-augment {args.auto_augment}"
-    if args.interpolation not in known:
-        raise UserError(f"--interpolation {args.interpolation}: {needed_by} supports {', '.join(sorted(known))}")
+        needed_by = f"--auto-augment {augmentation.auto_augment}"
+    given = augmentation.interpolation
+    if given not in known:
+        raise UserError(f"--interpolation {given}: {needed_by} supports {', '.join(sorted(known))}")
 
 
-def check_output_dir(args: Namespace) -> None:
+def check_output_dir(
+    start: StartOptions, data: DataOptions, model: ModelOptions, checkpoint: CheckpointOptions
+) -> None:
     """Refuse an output folder among the class folders: every folder there is a class."""
-    folder = os.path.realpath(args.output_dir or default_folder(args))
-    if not args.data_path or args.test_only or args.dry_run:
+    folder = os.path.realpath(checkpoint.output_dir or default_folder(model.model))
+    if not data.data_path or checkpoint.test_only or start.dry_run:
         return
     for split in ("train", "val"):
-        if Path(folder).is_relative_to(os.path.realpath(os.path.join(args.data_path, split))):
-            raise UserError(
-                f"--output-dir {folder} lies inside {split}/ of the images, where it would count as a class"
-            )
+        if Path(folder).is_relative_to(os.path.realpath(os.path.join(data.data_path, split))):
+            trouble = f"lies inside {split}/ of the images, where it would count as a class"
+            raise UserError(f"--output-dir {folder} {trouble}")
 
 
 # In this order: a command line with two mistakes is told the first one.
 CHECKS = (
-    check_names,
     check_data,
     check_batch,
     check_held_out,
@@ -358,72 +350,67 @@ CHECKS = (
 )
 
 
-def _remark_on_weights(args: Namespace) -> str:
-    if args.weights and args.resume and args.test_only:
+def _remark_on_weights(model: ModelOptions, checkpoint: CheckpointOptions) -> str:
+    if model.weights and checkpoint.resume and checkpoint.test_only:
         return "--weights has no effect: the checkpoint of --resume is evaluated"
     return ""
 
 
-def _remark_on_padding(args: Namespace) -> str:
-    if args.val_crop_size > args.val_resize_size and args.synthetic is None:
-        return (
-            f"--val-crop-size {args.val_crop_size} is above --val-resize-size {args.val_resize_size}: images whose "
-            "shorter side is resized to less than the crop are padded with black, as in torchvision"
-        )
-    return ""
+def _remark_on_padding(data: DataOptions, augmentation: AugmentationOptions) -> str:
+    crop_px, resize_px = augmentation.val_crop_size, augmentation.val_resize_size
+    if crop_px <= resize_px or data.synthetic is not None:
+        return ""
+    effect = "images whose shorter side is resized to less than the crop are padded with black, as in torchvision"
+    return f"--val-crop-size {crop_px} is above --val-resize-size {resize_px}: {effect}"
 
 
-def _remark_on_random_features(args: Namespace) -> str:
-    is_frozen = args.freeze or args.freeze_below or args.freeze_epochs
+def _remark_on_random_features(model: ModelOptions, checkpoint: CheckpointOptions) -> str:
+    is_frozen = model.freeze or model.freeze_below or model.freeze_epochs
     # A model of the user's own may load weights by itself.
-    has_weights = args.weights or args.resume or args.test_only or split_custom(args.model)
+    has_weights = model.weights or checkpoint.resume or checkpoint.test_only or split_custom(model.model)
     if is_frozen and not has_weights:
         return "--freeze and options like it without --weights train on the features of random weights"
     return ""
 
 
-def _remark_on_own_loss(args: Namespace) -> str:
-    if args.label_smoothing and split_custom(args.criterion or ""):
-        return f"--label-smoothing has no effect with --criterion {args.criterion}, a loss of your own"
+def _remark_on_own_loss(optimization: OptimizationOptions) -> str:
+    if optimization.label_smoothing and split_custom(optimization.criterion or ""):
+        return f"--label-smoothing has no effect with --criterion {optimization.criterion}, a loss of your own"
     return ""
 
 
-def _remark_on_balance(args: Namespace) -> str:
-    if args.balanced_sampler and args.class_weights == "balanced":
-        return (
-            "--balanced-sampler and --class-weights balanced both compensate for class imbalance: small classes are "
-            "boosted twice"
-        )
+def _remark_on_balance(augmentation: AugmentationOptions, optimization: OptimizationOptions) -> str:
+    if augmentation.balanced_sampler and optimization.class_weights == "balanced":
+        flags = "--balanced-sampler and --class-weights balanced"
+        return f"{flags} both compensate for class imbalance: small classes are boosted twice"
     return ""
 
 
-def _remark_on_momentum(args: Namespace) -> str:
-    is_given = args.momentum != BY_NAME["momentum"].default
-    if is_given and args.opt in OPTIMIZERS and "momentum" not in OPTIMIZERS[args.opt].options:
-        return f"--momentum has no effect with --opt {args.opt}"
+def _remark_on_momentum(optimization: OptimizationOptions) -> str:
+    is_given = optimization.momentum != BY_NAME["momentum"].default
+    if is_given and optimization.opt in OPTIMIZERS and "momentum" not in OPTIMIZERS[optimization.opt].options:
+        return f"--momentum has no effect with --opt {optimization.opt}"
     return ""
 
 
-def _remark_on_late_epochs(args: Namespace) -> str:
+def _remark_on_late_epochs(augmentation: AugmentationOptions, schedule: ScheduleOptions) -> str:
+    values = {**vars(augmentation), **vars(schedule)}
     for name in ("stop_epoch", "mixup_off_epoch", "patience"):
-        epoch = getattr(args, name) or 0
-        if epoch >= args.epochs:
-            return f"{BY_NAME[name].flag} {epoch} has no effect with --epochs {args.epochs}"
+        if (values[name] or 0) >= schedule.epochs:
+            return f"{BY_NAME[name].flag} {values[name]} has no effect with --epochs {schedule.epochs}"
     return ""
 
 
-def _remark_on_frozen_epochs(args: Namespace) -> str:
-    if args.freeze_epochs >= args.epochs:
-        return (
-            f"--freeze-epochs {args.freeze_epochs} of --epochs {args.epochs}: the layers below the classifier never "
-            "train"
-        )
+def _remark_on_frozen_epochs(model: ModelOptions, schedule: ScheduleOptions) -> str:
+    if model.freeze_epochs >= schedule.epochs:
+        flags = f"--freeze-epochs {model.freeze_epochs} of --epochs {schedule.epochs}"
+        return f"{flags}: the layers below the classifier never train"
     return ""
 
 
-def _remark_on_switching(args: Namespace) -> str:
-    is_given = args.mixup_switch_prob != BY_NAME["mixup_switch_prob"].default
-    if is_given and bool(args.mixup_alpha) != bool(args.cutmix_alpha):
+def _remark_on_switching(augmentation: AugmentationOptions) -> str:
+    is_given = augmentation.mixup_switch_prob != BY_NAME["mixup_switch_prob"].default
+    if is_given and bool(augmentation.mixup_alpha) != bool(augmentation.cutmix_alpha):
         return "--mixup-switch-prob has no effect unless --mixup-alpha and --cutmix-alpha are both on"
     return ""
 

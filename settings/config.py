@@ -1,6 +1,6 @@
 """Options in three stages: `Parsed` from command line and recipe, `Resolved` for this machine, `Assigned` for this run.
 
-`read_command_line`, `resolve`, `on_machine` and `assign` make them, in this order; `write_recipe` writes the last one.
+`parse_args` (by `resolve`), `on_machine` and `assign` make them, in this order; `write_recipe` writes the last one.
 """
 
 import argparse
@@ -10,7 +10,8 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import redirect_stdout, suppress
-from typing import Any, Self, TypeVar
+from types import ModuleType
+from typing import Any
 
 from distributed.ending import end_process, end_with_error
 from distributed.launch import Launch, read_launch
@@ -19,45 +20,15 @@ from settings import options
 from settings.checks import remarks, validate
 from settings.custom_code import own_code
 from settings.machine import default_folder, find_device, slow_type
-from settings.options import ALWAYS, BY_NAME, GROUPS, IF_GIVEN, OPTIONS, STATISTICS, fit_statistics, split_custom
+from settings.options import BY_NAME, GROUPS, OPTIONS, STATISTICS, DataOptions, fit_statistics
+from settings.parser import build_parser, expand_home
+from settings.rules import ALWAYS, IF_GIVEN, OwnCode, split_custom
+from settings.stages import Assigned, Options, Parsed, Resolved
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 # Endings of archives that no form of data is.
 ARCHIVES = (".zip", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".7z", ".rar")
-
-
-class Parsed(argparse.Namespace):
-    """Every option, as the command line or its recipe gives it, or its default: the first of three stages.
-
-    Options of each stage are immutable. `given` lists those that were given, `typed` those of the command line itself.
-    """
-
-    def __init__(self, **values: Any) -> None:
-        vars(self).update(values)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"options are immutable; set {name} by `replaced`, which returns a changed copy")
-
-    __delattr__ = None
-
-    def replaced(self, **changes: Any) -> Self:
-        """Return options of the same stage with some values changed."""
-        return type(self)(**{**vars(self), **changes})
-
-
-Options = TypeVar("Options", bound=Parsed)
-
-
-class Resolved(Parsed):
-    """The options of this machine and of its launcher too: device, workers, output folder, rank, number of processes.
-
-    Those of published weights are filled in, and later those of the checkpoint to evaluate.
-    """
-
-
-class Assigned(Resolved):
-    """The global batch and its micro-batches too, a resumed run's or this one's: nothing changes any more."""
 
 
 def read_command_line() -> Parsed:
@@ -68,12 +39,12 @@ def read_command_line() -> Parsed:
         # Eight processes answer --help once: only rank 0 prints to standard output.
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if launch.rank else sys.stdout):
             args = parse_args()
-            if args.list_recipes is not None:
-                _print_recipes(args.list_recipes)
+            if args.start.list_recipes is not None:
+                _print_recipes(args.start.list_recipes)
                 end_process(0)
         os.getcwd()  # fails if the current folder was removed, in which MKL cannot start
-        if args.synthetic is None and not args.dry_run:
-            _check_data_path(args.data_path)
+        if args.data.synthetic is None and not args.start.dry_run:
+            _check_data_path(args.data.data_path)
     except BaseException as error:
         end_with_error(error, launch)
     return args
@@ -81,8 +52,8 @@ def read_command_line() -> Parsed:
 
 def parse_args(argv: Sequence[str] | None = None) -> Parsed:
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
-    parser = options.build_parser()
-    parser.explain, parser.lines_about = _explain, _lines_about
+    parser = build_parser()
+    parser.import_others = _import_others
     typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if "recipe" not in typed:
         return resolve(typed)
@@ -98,18 +69,11 @@ def parse_args(argv: Sequence[str] | None = None) -> Parsed:
     return resolve(given, recipe.get("reference-global-batch"), typed=vars(typed).keys())
 
 
-def _explain(words: Sequence[str], parser: argparse.ArgumentParser) -> UserError:
-    """Return the error about a command line that cannot be parsed, which may be of another script."""
+def _import_others() -> ModuleType:
+    """Return the module about other scripts, which few command lines need."""
     from settings import other_scripts
 
-    return other_scripts.explain(words, parser)
-
-
-def _lines_about(word: str) -> list[str]:
-    """Return what other scripts' flags that hold a word are here."""
-    from settings import other_scripts
-
-    return other_scripts.lines_about(word)
+    return other_scripts
 
 
 def _print_recipes(word: str) -> None:
@@ -153,11 +117,11 @@ def resolve(
         UserError: the first option that cannot be used.
     """
     if isinstance(given, Parsed):
-        return given.replaced(code=_hash_own(vars(given)))  # a file may have changed since
+        # A second run of `main` with the same options: only a file of one's own may have changed since.
+        return given.replaced(code=_hash_own(given.flat()))
     preset = options.defaults()
-    values = vars(given)
-    values = _choose_loss(values, values if typed is None else typed)
-    values = {name: options.expand_home(name, value) for name, value in values.items()}
+    values = _choose_loss(vars(given), vars(given) if typed is None else typed)
+    values = {name: expand_home(name, value) for name, value in values.items()}
     # `get_args_parser` returns all options, as torchvision's does: only their values tell which of them were given.
     is_sparse = not preset.keys() <= values.keys()
     if values.get("recipe") and reference_global_batch is None and not is_sparse:
@@ -169,20 +133,19 @@ def resolve(
     values |= {
         "given": names,
         "reference_global_batch": values["lr_scaling_batch"] or reference_global_batch,
-        # For models of timm, `published.choose_published_options` replaces these.
+        # For models of timm, `first_weights.choose_published_options` replaces these.
         "mean": list(values["mean"] or fit_statistics(IMAGENET_MEAN, values["in_chans"])),
         "std": list(values["std"] or fit_statistics(IMAGENET_STD, values["in_chans"])),
         "model_kwargs": sorted(values["model_kwargs"] or ()) or None,
         "typed": sorted(typed),
-        # Code runs only from a file that the command line names: see `custom_code.load_function`.
-        "trusted": [text for name, text in own_code(values) if name in typed],
         "code": _hash_own(values),
     }
     if values["multi_label"] and "best_metric" not in names:
         values["best_metric"] = "map"
-    args = Parsed(**values)
+    trusted = {text for name, text in own_code(values) if name in typed}
+    args = Parsed.of({name: _trust(value, trusted) for name, value in values.items()})
     # A list is printed whatever else is given.
-    if args.list_recipes is None:
+    if args.start.list_recipes is None:
         checked = args.replaced(**{name: preset[name] for name in foreign})
         validate(checked)
         _refuse_idle(checked, typed)
@@ -191,13 +154,21 @@ def resolve(
 
 def _refuse_idle(args: Parsed, typed: Collection[str]) -> None:
     """Refuse strict options of the command line that lack the option without which they have no effect."""
+    values = args.flat()
     for name in sorted(typed):
         option = BY_NAME[name]
         # torchvision's commands may hold idle options, so those are only remarked upon.
         if option.is_strict:
-            why = option.why_idle(args)
+            why = option.why_idle(values)
             if why.startswith("without"):
                 raise UserError(f"{option.flag} has no effect {why}; give that too, or remove {option.flag}")
+
+
+def _trust(value: Any, trusted: Collection[str]) -> Any:
+    """Return a value in which names of one's own code are marked if the command line itself gives them."""
+    if isinstance(value, list):
+        return [_trust(each, trusted) for each in value]
+    return OwnCode(value) if isinstance(value, str) and value in trusted else value
 
 
 def _hash_own(values: dict[str, Any]) -> str:
@@ -230,15 +201,15 @@ def _choose_loss(values: dict[str, Any], typed: Collection[str]) -> dict[str, An
     return {**values, "criterion": None if is_plain else criterion, "bce_loss": is_bce}
 
 
-def split_dirs(args: Parsed) -> tuple[str, str]:
+def split_dirs(data_path: str | None) -> tuple[str, str]:
     """Return the folders of the training and of the validation images."""
-    path = args.data_path or ""
+    path = data_path or ""
     return os.path.join(path, "train"), os.path.join(path, "val")
 
 
-def evaluated_set(args: Parsed) -> str:
+def evaluated_set(data_options: DataOptions) -> str:
     """Return the name of the evaluation set in logs and records."""
-    return "minival" if args.minival and args.synthetic is None else "val"
+    return "minival" if data_options.minival and data_options.synthetic is None else "val"
 
 
 def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
@@ -248,10 +219,10 @@ def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
     """
     from distributed import collectives  # not above: help need not wait for torch
 
-    launch = collectives.read_rank(args.world_size, args.dist_url)
-    device = find_device(args)
+    launch = collectives.read_rank(args.distributed.world_size, args.distributed.dist_url)
+    device = find_device(args.distributed.device)
     cores = collectives.count_cores()
-    if args.sync_bn and launch.is_launched and device.startswith("cpu"):  # alone there is nothing to synchronise
+    if args.model.sync_bn and launch.is_launched and device.startswith("cpu"):  # alone there is nothing to synchronise
         raise UserError("--sync-bn needs a GPU; torch has no synchronised BatchNorm on the CPU")
     device_origin = "no accelerator found" if device == "cpu" else "the accelerator found"
     # A task of srun with --cpus-per-task has those cores to itself: to divide them among the tasks would count twice.
@@ -264,31 +235,27 @@ def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
     derived = [
         ("device", device, device_origin),
         ("workers", min(16, cores, share), place),  # 16 are torchvision's default
-        ("output_dir", default_folder(args), "from the model's name"),
+        ("output_dir", default_folder(args.model.model), "from the model's name"),
     ]
     lines = []
-    changes: dict[str, Any] = {
-        "rank": launch.rank,
-        "world_size": launch.world_size,
-        "distributed": launch.is_launched,
-        "gpu": collectives.choose_gpu(launch, device),
-    }
+    changes: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "is_launched": launch.is_launched}
+    changes["gpu"] = collectives.choose_gpu(launch, device)
+    values = args.flat()
     for name, value, origin in derived:
-        if getattr(args, name) is None:
+        if values[name] is None:
             changes[name] = value
             lines.append(f"{BY_NAME[name].flag} {value}: {origin}")
     lines += remarks(args)
-    args = Resolved(**{**vars(args), **changes})
-    slow = slow_type(args)
-    if slow:
-        is_typed = "amp" in args.typed or "amp_dtype" in args.typed
+    args = Resolved.of({**values, **changes})
+    if slow := slow_type(args):
+        is_typed = "amp" in args.origin.typed or "amp_dtype" in args.origin.typed
         # Done as asked if the command line itself asks; bfloat16 of a recipe was meant for a GPU.
-        if args.amp and (is_typed or "amp" not in args.given):
+        if args.precision.amp and (is_typed or "amp" not in args.origin.given):
             lines.append(f"--amp: {slow}")
         else:
             lines.append(f"--amp-dtype float32: {slow}; to use bfloat16 anyway, give --amp --amp-dtype bfloat16")
             args = args.replaced(amp_dtype="float32")
-    if args.amp and device == "cpu" and args.amp_dtype in (None, "float16"):
+    if args.precision.amp and device == "cpu" and args.precision.amp_dtype in (None, "float16"):
         lines.append("--amp uses float16, which is slow on a CPU; see --amp-dtype")
     return args, lines
 
@@ -300,13 +267,13 @@ def agree_on_type(args: Resolved, trained: dict | None) -> Resolved:
     """
     from distributed import collectives
 
-    ours = collectives.call_on_master(lambda: args.amp_dtype)
+    ours = collectives.call_on_master(lambda: args.precision.amp_dtype)
     args = args.replaced(amp_dtype=ours)
     if trained is None:
         return args
     theirs = trained.get("amp_dtype")
     # A machine's choice is float32, beside a recipe's bfloat16: a run keeps its bits where it moves to another one.
-    is_chosen = "float32" in (ours, theirs) and ours != theirs and "amp_dtype" not in args.typed
+    is_chosen = "float32" in (ours, theirs) and ours != theirs and "amp_dtype" not in args.origin.typed
     if is_chosen and BY_NAME["amp_dtype"].is_value(theirs):
         args = args.replaced(amp_dtype=theirs)
         lines = [f"--amp-dtype {theirs or 'bfloat16'}: as in the checkpoint", slow_type(args)]
@@ -324,14 +291,13 @@ def as_trained(args: Options, trained: dict) -> tuple[Options, list[str]]:
     if own_loss and "criterion" in names:
         names.remove("criterion")
     args, lines = _with_options_of(args, trained, names)
-    if "model" not in args.given and split_custom(args.model):
-        raise UserError(f"the checkpoint's model is {args.model}, {options.WHY_TYPED}")
-    if own_loss and args.criterion is None:
+    if "model" not in args.origin.given and split_custom(args.model.model):
+        raise UserError(f"the checkpoint's model is {args.model.model}, {options.WHY_TYPED}")
+    if own_loss and args.optimization.criterion is None:
         lines.append(f"evaluating with cross-entropy; give --criterion {own_loss} for the checkpoint's own loss")
     if trained.get("decoder") == "torchcodec":
         lines.append("the checkpoint's run decoded with TorchCodec; Pillow's pixels may differ by a grey level")
-    slow = slow_type(args)
-    if slow:
+    if slow := slow_type(args):
         lines.append(slow)
     return args, lines
 
@@ -342,11 +308,12 @@ def _with_options_of(args: Options, trained: dict, names: Sequence[str]) -> tupl
     UserError if the checkpoint holds an impossible value.
     """
     changes, lines = {}, []
+    values = args.flat()
     for name in names:
         option = BY_NAME[name]
-        value = trained.get(name, getattr(args, name))
+        value = trained.get(name, values[name])
         is_unknown = name in (*STATISTICS, "in_chans") and value is None  # as in timm's own checkpoints
-        if name in args.given or is_unknown or value == getattr(args, name):
+        if name in args.origin.given or is_unknown or value == values[name]:
             continue
         # A checkpoint is a file from anywhere: its values are not of our parser.
         if not option.is_value(value):
@@ -362,37 +329,40 @@ def _with_options_of(args: Options, trained: dict, names: Sequence[str]) -> tupl
 def assign(args: Resolved, state: dict | None) -> Assigned:
     """Add the global batch and its micro-batches: the resumed run's, else by --batch-size and number of processes."""
     if state is None:
-        global_batch_size = args.global_batch_size or args.batch_size * args.world_size
-        shards = {"global_batch_size": global_batch_size, "num_shards": global_batch_size // args.batch_size}
-        return Assigned(**{**vars(args), **shards})
+        each = args.optimization.batch_size
+        total = args.optimization.global_batch_size or each * args.distributed.world_size
+        return Assigned.of({**args.flat(), "global_batch_size": total, "num_shards": total // each})
     # Checkpoints of before an option had its default.
     known = options.with_defaults(state["args"])
-    args, lines = _with_options_of(args, known, [name for name in BY_NAME if options.is_filled_in(name, args)])
+    given = args.origin.given
+    names = [name for name in BY_NAME if options.is_filled_in(name, args.model.model, given)]
+    args, lines = _with_options_of(args, known, names)
     for line in lines:
         print(line)
     # Not this start's: the micro-batches of a run stay the same on any number of processes, and so do its numbers.
     shards = {name: state["shards"][name] for name in ("global_batch_size", "num_shards")}
     # GoogLeNet and Inception rescale inputs only for published weights.
-    weights = args.weights if "weights" in args.given else state["args"]["weights"]
-    return Assigned(**{**vars(args), **shards, "weights": weights})
+    weights = args.model.weights if "weights" in given else state["args"]["weights"]
+    return Assigned.of({**args.flat(), **shards, "weights": weights})
 
 
-def write_recipe(args: Assigned) -> str:
+def write_recipe(args: Parsed) -> str:
     """Return the TOML text of a recipe that repeats this run on any machine.
 
     It holds defaults too, so that a later change of a default cannot change the run. It leaves out where and how this
     run was started, and options derived from this machine.
     """
-    lines = [f"title = {json.dumps(f'{args.model}, as resolved by train.py')}"]
-    if args.code:  # for readers: code is run where a command line names it
-        lines.append(f"notes = {json.dumps(f'SHA-256 of own code: {args.code}')}")
-    if args.reference_global_batch is not None:
-        lines.append(f"reference-global-batch = {args.reference_global_batch}")
+    lines = [f"title = {json.dumps(f'{args.model.model}, as resolved by train.py')}"]
+    if args.origin.code:  # for readers: code is run where a command line names it
+        lines.append(f"notes = {json.dumps(f'SHA-256 of own code: {args.origin.code}')}")
+    if args.optimization.reference_global_batch is not None:
+        lines.append(f"reference-global-batch = {args.optimization.reference_global_batch}")
+    values = args.flat()
     for group in GROUPS:
         table = []
         for option in OPTIONS[group]:
-            value = getattr(args, option.dest)
-            is_kept = option.recipe == ALWAYS or (option.recipe == IF_GIVEN and option.dest in args.given)
+            value = values[option.dest]
+            is_kept = option.recipe == ALWAYS or (option.recipe == IF_GIVEN and option.dest in args.origin.given)
             # TOML has no null: what is left out has its default.
             if not is_kept or value is None or value == "":
                 continue

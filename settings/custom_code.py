@@ -9,41 +9,40 @@ from typing import Any
 
 from errors import UserError
 from settings.choices import TABLES
-from settings.options import BY_NAME, WHY_TYPED, split_custom
+from settings.options import BY_NAME, WHY_TYPED
+from settings.rules import OwnCode, as_list, split_custom
+from settings.stages import Parsed
 
 
 def own_code(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the options, among all by name, that name code of the user's own, each with a FILE.py:FUNCTION."""
     found = []
     for name in TABLES:
-        value = values[name]
-        texts = value if isinstance(value, list) else [value]
-        found += [(name, str(text)) for text in texts if split_custom(str(text))]
+        found += [(name, text) for text in as_list(values[name]) if isinstance(text, str) and split_custom(text)]
     return found
 
 
-def check_code(args: Any) -> None:
+def check_code(args: Parsed) -> None:
     """Load what trains by code of the user's own, beside the model; raises as `load_function`."""
-    for name, value in own_code(vars(args)):
+    for name, value in own_code(args.flat()):
         if name != "model":
-            load_function(name, args, value)
+            load_function(name, value)
 
 
-def load_function(option: str, args: Any, value: str | None = None) -> Callable[..., Any]:
+def load_function(option: str, value: str) -> Callable[..., Any]:
     """Return the function that an option chooses: by a name of its table, or FILE.py:FUNCTION.
 
-    The file is run, if the command line itself gives it. `value` is by default the option's whole value.
+    The file is run, if the command line itself gives it, which makes the value an `OwnCode`.
 
     Raises:
         UserError: only a recipe or a checkpoint names the file, it cannot be run, or it has no such function.
     """
-    value = value or getattr(args, option)
     flag = BY_NAME[option].flag
     if not split_custom(value):
         _, table = TABLES[option]
         return table[value].load()
     # A recipe or a checkpoint may be anybody's file: to use one must not run the code that it names.
-    if value not in getattr(args, "trusted", ()):
+    if not isinstance(value, OwnCode):
         raise UserError(f"a recipe or a checkpoint names {value}, {WHY_TYPED.replace('--model', flag)}")
     from settings.own_code import find_function
 

@@ -2,39 +2,37 @@
 
 import functools
 import importlib
-from argparse import Namespace
 from importlib.metadata import version
-from typing import Any
 
 from errors import UserError
-from settings.options import short_name
+from settings.options import DataOptions, short_name
+from settings.stages import Parsed
 
 # Versions of TorchCodec and Pillow that decode JPEGs to the same bits: tests/test_decode.py compares them.
 PROVEN_DECODERS = {("0.17", "13.0")}
 
 
-def find_device(args: Namespace) -> str:
+def find_device(device: str) -> str:
     """Return the device of `--device`, by default this machine's accelerator or the CPU; UserError if it is missing."""
     import torch  # not above: help need not wait for it
 
     from distributed import collectives
 
     accelerator = collectives.find_accelerator()
-    device = args.device or accelerator or "cpu"
+    device = device or accelerator or "cpu"
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise UserError(f"--device {device}: not a device; give cpu, cuda, cuda:1 ...") from error
     if kind not in ("cpu", accelerator):
-        raise UserError(
-            f"--device {device}: torch {torch.__version__} finds no such device on this machine; try --device cpu"
-        )
+        where = f"torch {torch.__version__} finds no such device on this machine"
+        raise UserError(f"--device {device}: {where}; try --device cpu")
     return device
 
 
-def default_folder(args: Namespace) -> str:
+def default_folder(name: str) -> str:
     """Return the output folder of a run that was given none."""
-    return f"runs/{short_name(args.model)}"
+    return f"runs/{short_name(name)}"
 
 
 @functools.cache
@@ -52,20 +50,21 @@ def find_torchcodec() -> str:
     return ""
 
 
-def fast_decoder(args: Any) -> str:
+def fast_decoder(data_options: DataOptions) -> str:
     """Return `find_torchcodec` where loader processes use it: for Pillow's pixels resized by our own way."""
-    is_used = getattr(args, "workers", 0) and args.backend is None and args.synthetic is None
+    is_used = data_options.workers and data_options.backend is None and data_options.synthetic is None
     return find_torchcodec() if is_used else ""
 
 
-def slow_type(args: Namespace) -> str:
+def slow_type(args: Parsed) -> str:
     """Say that a run computes in bfloat16, as timm's Muon does by itself, on a CPU that is slow in it; else empty."""
     from distributed import collectives  # not above: help need not wait for torch
 
-    is_muon = args.opt.startswith("timm/") and args.opt.endswith("muon") and not args.test_only
-    is_autocast = args.amp and args.amp_dtype == "bfloat16"
-    is_used = is_autocast or (is_muon and args.amp_dtype != "float32")
-    on_cpu = args.device is not None and args.device.startswith("cpu")
+    name = args.optimization.opt
+    is_muon = name.startswith("timm/") and name.endswith("muon") and not args.checkpoint.test_only
+    is_autocast = args.precision.amp and args.precision.amp_dtype == "bfloat16"
+    is_used = is_autocast or (is_muon and args.precision.amp_dtype != "float32")
+    on_cpu = args.distributed.device is not None and args.distributed.device.startswith("cpu")
     # The processor's capability decides and no timing, so that the same machine always gives the same numbers.
     if not is_used or not on_cpu or collectives.has_fast_bfloat16():
         return ""

@@ -51,9 +51,8 @@ def table_of(rows: Iterable[Sequence[str]] = DATA["rows"]) -> str:
 def lines_about(word: str) -> list[str]:
     """Return a line for each row of flags that hold a word."""
     rows = [row for row in DATA["rows"] if word in row[0].lower()]
-    return [
-        f"{names} of {script or 'other scripts'}: {here}{_in_brackets(remark)}" for names, script, here, remark in rows
-    ]
+    text = "{} of {}: {}{}"
+    return [text.format(names, of or "other scripts", here, _in_brackets(remark)) for names, of, here, remark in rows]
 
 
 def _in_brackets(remark: str) -> str:
@@ -167,9 +166,7 @@ class OtherCommand:
                 yield word, []
                 continue
             if re.match("-[^-].", flag) and flag not in FLAGS and flag[:2] in self.known:  # -j8
-                flag = flag[:2]
-                equals = "="
-                value = word[2:].removeprefix("=")
+                flag, equals, value = flag[:2], "=", word[2:].removeprefix("=")
             flag = self._spell_out(flag)
             values = [value] if equals else []
             number = self._count(flag)
@@ -233,9 +230,7 @@ class OtherCommand:
         is_needless = any(text.startswith(f"{flag} ") for text in self.said.intersection(DATA["not_needed"]))
         if is_needless or self._is_idle(here):
             return "is not needed here"
-        remark = ""
-        if not partner and not row.remark.startswith("with"):
-            remark = _in_brackets(row.remark)
+        remark = "" if partner or row.remark.startswith("with") else _in_brackets(row.remark)
         if here == "leave it out":
             return f"is not needed {f'with {partner}' if partner else 'here'}{remark}"
         if here == "not here":
@@ -245,8 +240,7 @@ class OtherCommand:
     def _add(self, flag: str, values: list[str], row: OtherFlag, here: str, remark: str) -> str:
         """Add the words for here, filled in; return what becomes of the flag."""
         ours = values
-        theirs = DATA["values"].get(flag, {})
-        if theirs:
+        if theirs := DATA["values"].get(flag, {}):
             ours = [theirs[value] for value in values if value in theirs]
             remark = ""  # it is about all values, and this one has its answer
         # C H W: images are square here.
@@ -267,8 +261,7 @@ class OtherCommand:
         taken = {**self.typed, **self.options}
         if "model_kwargs" in found:  # which add up
             found["model_kwargs"][1:1] = taken.pop("model_kwargs", [])[1:]
-        is_free = all(taken.get(dest, new) == new for dest, new in found.items())
-        if is_free:
+        if is_free := all(taken.get(dest, new) == new for dest, new in found.items()):
             self.options |= found
         return is_free
 

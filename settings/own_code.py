@@ -17,7 +17,7 @@ from typing import Any
 from distributed.lending import at_end
 from errors import UserError, did_you_mean
 from files import open_to_read
-from settings.options import split_custom
+from settings.rules import split_custom
 
 
 def hash_code(own: Sequence[tuple[str, str]]) -> str:
@@ -31,19 +31,18 @@ def hash_code(own: Sequence[tuple[str, str]]) -> str:
     hashes = []
     known: dict[str, list[Path]] = {}
     for name, value in own:
-        custom = split_custom(value)
-        path = value if custom is None else custom[0]
+        path, _ = split_custom(value) or (value, "")
         modules = _find_modules(path)
         for module, files in modules.items():
             if known.setdefault(module, files) != files:
                 raise UserError(f"{value} imports a different {module} than your other code; rename one of the files")
-        for module, files in {"": [path], **modules}.items():
+        for module, files in {"": [Path(path)], **modules}.items():
             with suppress(OSError):
                 hashes.append(f"{f'{name} {module}'.strip()} {_hash_files(files)}")
     return ", ".join(hashes)
 
 
-def _hash_files(paths: Sequence[str | Path]) -> str:
+def _hash_files(paths: Sequence[Path]) -> str:
     """Return 64 bits of a hash of the files' contents; OSError if one cannot be read."""
     content = hashlib.sha256()
     for path in paths:
@@ -70,8 +69,7 @@ def _find_modules(path: str) -> dict[str, list[Path]]:
                 origin = getattr(importlib.util.find_spec(name), "origin", None) or folder
                 if not Path(origin).is_relative_to(folder):
                     continue
-                files = list(filter(Path.is_file, files))
-                if files:
+                if files := list(filter(Path.is_file, files)):
                     found[name] = files
                     todo += files
     return found
@@ -122,17 +120,14 @@ def _run_file(path: str, code: str) -> ModuleType:
     `code` is the result of `hash_code` for it. It imports the modules of its folder as they are now, even if this
     process has imported them before: their state, too, is that of a fresh process.
     """
-    hashes = {}
-    for text in code.split(", ")[1:]:  # those of its modules, after its own
-        name, _, hashed = text.rpartition(" ")
-        hashes[name] = hashed
+    hashes = dict(text.rsplit(" ", 1) for text in code.split(", ")[1:])  # those of its modules, after its own
     if any(_imported.get(name, text) != text for name, text in hashes.items()):
         _forget()
     # A second run in this process is that of a fresh one: modules of the same names come back when this one ends.
     at_end(sys.modules.update, _remove(hashes.keys() - _imported.keys()))
     at_end(_forget)
     _imported.update(hashes)
-    for file in [path, *chain(*_find_modules(path).values())]:
+    for file in [Path(path), *chain(*_find_modules(path).values())]:
         # Python knows its cached code by second and size alone, and would run the old file (PEP 552).
         with suppress(OSError):
             os.remove(importlib.util.cache_from_source(file))

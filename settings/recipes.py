@@ -6,17 +6,19 @@ A run imports this for `--recipe` and `--list-recipes` alone; `config.write_reci
 import os
 import shutil
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from errors import UserError, as_user_error, did_you_mean
-from settings.options import GROUPS, MOST_COUNT, OPTIONS
+from settings.options import GROUPS, OPTIONS
+from settings.rules import MOST_COUNT
 from settings.tables import aligned
 
 RECIPES_DIR = Path(__file__).parents[1] / "recipes"
 
 # Metadata of a recipe for readers, not options.
-RECIPE_FACTS = {
+RECIPE_FACTS: Collection[str] = {
     "title", "source", "command", "expected-acc1", "expected-acc5", "tolerance", "evaluation",
     "reference-global-batch", "hardware", "hours", "reproduced", "notes",
 }  # fmt: skip

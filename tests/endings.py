@@ -16,7 +16,8 @@ from checkpointing.archive import load_checkpoint
 from checkpointing.checkpoint import BEST_NAMES
 from checkpointing.folder import NUMBERED, PICTURES
 from errors import UserError
-from settings.options import BY_NAME, SILENT
+from settings.options import BY_NAME
+from settings.rules import SILENT
 
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes.
 MACHINE_FIELDS = {

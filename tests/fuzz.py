@@ -142,7 +142,8 @@ class Bench:
         self.argv = ["--data-path", str(self.images), "--model", "resnet18", "--batch-size", "8", "--device", "cpu"]
         self.argv += ["--workers", "0", "--train-crop-size", "32", "--val-resize-size", "32", "--val-crop-size", "32"]
         self.truth = forms.open_source(self.images / "train")
-        self.dataset, self.dataset_test = data.build_datasets(*config.split_dirs(self.args()), self.args())
+        args = self.args()
+        self.dataset, self.dataset_test = data.build_datasets(*config.split_dirs(args.data.data_path), args)
         self.states = {opt: self.save(opt) for opt in ("sgd", "adamw", "rmsprop")}
         self.image_files = list(images.FILES.values())
         # Some of which may start a program.
@@ -154,7 +155,9 @@ class Bench:
     def run(self, args: argparse.Namespace) -> RunState:
         torch.manual_seed(0)
         model = Tiny(2)
-        optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+        optimizer = optim.build_optimizer(
+            args.optimization, args.precision, args.model.model, optim.build_parameter_groups(args.optimization, model)
+        )
         parts = {
             "model": model,
             "optimizer": optim.OptimizerState(optimizer),
@@ -204,12 +207,12 @@ def case_checkpoint(bench: Bench, folder: Path, rng: random.Random) -> None:
     assert state is not None
     guard.check_data(state, args, None if is_test else bench.dataset, bench.dataset_test)
     if is_test:
-        presets.build_presets(args)
+        presets.build_presets(args.data, args.augmentation)
         load_evaluated(args, Tiny(2), state)
         return
     run = bench.run(args)
-    run.resume(state, None, args.epochs)
-    manager.take_over(args.resume, run)
+    run.resume(state, None, args.schedule.epochs)
+    manager.take_over(args.checkpoint.resume, run)
     if run.steps == run.steps_per_epoch:
         run.start_epoch(run.epoch + 1)
     make_step(run)
@@ -273,7 +276,7 @@ RECIPE_VALUES = [
 
 def case_recipe(bench: Bench, folder: Path, rng: random.Random) -> None:
     """A recipe says something else; what is accepted is written as a recipe that says the same."""
-    path, again = folder / "recipe.toml", folder / "again.toml"
+    path, written = folder / "recipe.toml", folder / "again.toml"
     lines = rng.choice(sorted(recipes.RECIPES_DIR.glob("*.toml"))).read_text().splitlines()
     if rng.random() < 0.7:
         number = rng.choice([number for number, line in enumerate(lines) if "=" in line])
@@ -283,10 +286,11 @@ def case_recipe(bench: Bench, folder: Path, rng: random.Random) -> None:
     content = "\n".join([*lines, ""]).encode()
     path.write_bytes(content if rng.random() < 0.7 else scramble(content, rng))
     args = config.parse_args(["--recipe", str(path), "--data-path", str(folder)])
-    again.write_bytes(config.write_recipe(args).encode())
-    repeated = config.parse_args(["--recipe", str(again)])
+    written.write_bytes(config.write_recipe(args).encode())
+    repeated = config.parse_args(["--recipe", str(written)])
     left_out = {"given", "typed"} | {name for name, option in options.BY_NAME.items() if option.recipe == options.NEVER}
-    differing = {name for name in vars(args) if getattr(args, name) != getattr(repeated, name)} - left_out
+    again = repeated.flat()
+    differing = {name for name, value in args.flat().items() if value != again[name]} - left_out
     assert not differing, differing
 
 

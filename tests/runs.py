@@ -37,7 +37,7 @@ def run_forked(words, env=None, **_):
 def run_of(args, folder, model, optimizer, sampler, device, kind=Run):
     """Return a run as `train.main` builds it that logs nothing, in a folder that it has not been opened in."""
     shards = sampler.shards
-    vars(args).update(output_dir=str(folder), batch_size=shards.batch_size, num_shards=shards.num_shards)
+    args = args.replaced(output_dir=str(folder), batch_size=shards.batch_size, num_shards=shards.num_shards)
     images = data.SyntheticImages(sampler.num_images, 8)
     run = kind(
         args, None, CheckpointManager(folder), StepDecisions(Signals()),

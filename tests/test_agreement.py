@@ -16,7 +16,9 @@ from checkpointing import agreement
 from errors import UserError
 from settings import config
 from settings.choices import TABLES
-from settings.options import AS_TYPED, BY_NAME, OWN, SAME
+from settings.options import BY_NAME
+from settings.rules import AS_TYPED, OWN, SAME
+from settings.stages import Resolved
 from tests.endings import differing_results
 from tests.images import pack_shards, run_pack
 from tests.ranks import run_check, run_ranks, some_slow, train_rank
@@ -60,21 +62,21 @@ def words_of(name, folder):
     needed, _, values = option.needs.partition("=")
     if name in NEEDED:
         both += NEEDED[name].format(folder=folder).split()
-    elif "without" in option.why_idle(config.parse_args(both)):
+    elif "without" in option.why_idle(config.parse_args(both).flat()):
         first = needed.split("|")[0]
         both += [BY_NAME[first].flag, values.split("|")[0]] if values else words_of(first, folder)[1]
     if name == "eval_data":
         return both, []
     if name in WORDS:
         return both, [option.flag, *WORDS[name].format(folder=folder).split()]
-    default, kind = getattr(config.parse_args(both), name), option.type if isinstance(option.type, type) else str
+    default, kind = config.parse_args(both).flat()[name], option.type if isinstance(option.type, type) else str
     if kind is bool:
         return both, [f"--no-{option.name}" if default else option.flag]
     values = [value for value in option.choices or TABLES.get(name, ("", ()))[1] if value not in (default, [default])]
     for value in values or [kind(number) for number in (48, 3, 2, 1, 0.25)]:
         words = [option.flag, str(value), *([str(value + 1)] if option.nargs == 2 else [])]
         try:
-            if getattr(config.parse_args([*both, *words]), name) != default:
+            if config.parse_args([*both, *words]).flat()[name] != default:
                 return both, words
         except UserError:
             continue
@@ -101,9 +103,9 @@ def compare_each(rank, world_size, check, cases, out):
     texts, real = dict.fromkeys(cases, ""), agreement.describe_environment
     for name, (both, mine, change) in cases.items():
         args = config.parse_args(argv_of(both, mine, rank))
-        args = config.Resolved(**vars(args) | {"rank": rank, "world_size": 2, "distributed": True, "gpu": 0})
+        args = Resolved.of(args.flat() | {"rank": rank, "world_size": 2, "is_launched": True, "gpu": 0})
         other = change if rank else {}
-        agreement.describe_environment = lambda args, other=other: {**real(args), **other}
+        agreement.describe_environment = lambda *groups, other=other: {**real(*groups), **other}
         try:
             check(args)
         except UserError as error:
@@ -161,7 +163,8 @@ def test_a_line_names_several_options_and_where_they_are_from_and_machines_choos
 
 def test_each_version_is_refused_and_each_machine_is_said_once(folder, tmp_path):
     both = words_of_both(folder)
-    known = agreement.describe_environment(config.parse_args(both))
+    args = config.parse_args(both)
+    known = agreement.describe_environment(args.data, args.distributed)
     assert {"torch", "torchvision", "decoder", "timm", "revision", "touchstone"} <= known.keys()
     texts, output = compare({name: (both, [], {name: "another"}) for name in [*known, "new"]}, tmp_path)
     machine = {"cpu", "gpu", "python"}

@@ -24,8 +24,8 @@ from tests.test_recipes import RECIPES, options_by_name
 
 def one_of_each(*names):
     """Return the first recipe of each set of values that recipes give these options, the first of which is on."""
-    are_on = [name for name in RECIPES if getattr(options_by_name(name), names[0])]
-    found = test_recipes.one_of_each(lambda args: [getattr(args, name) for name in names], are_on)
+    are_on = [name for name in RECIPES if options_by_name(name).flat()[names[0]]]
+    found = test_recipes.one_of_each(lambda args: [args.flat()[name] for name in names], are_on)
     return [pytest.param(options_by_name(name), id=name) for name in found]
 
 
@@ -54,31 +54,35 @@ def test_noise_is_a_hash_of_seed_and_place_in_any_order_of_memory():
 
 @pytest.mark.parametrize("args", one_of_each("random_erase", "random_erase_fill"))
 def test_erasing_has_its_sources_statistics(args):
-    erase, source = data.build_batch_transforms(args, 10)[0].erase, tv.RandomErasing()
+    erase, source = (
+        data.build_batch_transforms(args.augmentation, args.precision.channels_last, 10, torch.device("cpu"))[0].erase,
+        tv.RandomErasing(),
+    )
     (min_area, max_area), (min_aspect, max_aspect) = source.scale, source.ratio
     theirs = RandomErasing(
-        args.random_erase, min_area=min_area, max_area=max_area, min_aspect=min_aspect, max_aspect=max_aspect,
-        device="cpu",
+        args.augmentation.random_erase, device="cpu",
+        min_area=min_area, max_area=max_area, min_aspect=min_aspect, max_aspect=max_aspect,
     )  # fmt: skip
     marked = torch.full((2000, 3, 18, 14), 7.0)
     erased = erase.erase(marked, erase.draw(marked, random.Random(5)))
     random.seed(5)
     assert torch.equal(erased == 7, theirs(marked.clone()) == 7)
     fill = erased[erased != 7]
-    deviation = 1.0 if args.random_erase_fill == "pixel" else 0.0
+    deviation = 1.0 if args.augmentation.random_erase_fill == "pixel" else 0.0
     assert (fill.mean().item(), fill.std().item()) == pytest.approx((0.0, deviation), abs=0.02)
 
 
 def reference_policy(args):
     kinds = {
-        "ra": partial(autoaugment.RandAugment, magnitude=args.ra_magnitude), "ta_wide": autoaugment.TrivialAugmentWide,
-        "imagenet": autoaugment.AutoAugment,
+        "ra": partial(autoaugment.RandAugment, magnitude=args.augmentation.ra_magnitude),
+        "ta_wide": autoaugment.TrivialAugmentWide, "imagenet": autoaugment.AutoAugment,
     }  # fmt: skip
-    if args.auto_augment in kinds:
-        return kinds[args.auto_augment](interpolation=InterpolationMode(args.interpolation))
+    if args.augmentation.auto_augment in kinds:
+        return kinds[args.augmentation.auto_augment](interpolation=InterpolationMode(args.augmentation.interpolation))
     _, steps, _ = transforms_imagenet_train(
-        args.train_crop_size, auto_augment=args.auto_augment.removeprefix("timm/"), separate=True, mean=args.mean,
-        interpolation=args.interpolation, color_jitter=args.color_jitter or None,
+        args.augmentation.train_crop_size, auto_augment=args.augmentation.auto_augment.removeprefix("timm/"),
+        separate=True, mean=args.augmentation.mean,
+        interpolation=args.augmentation.interpolation, color_jitter=args.augmentation.color_jitter or None,
     )  # fmt: skip
     return steps
 
@@ -86,13 +90,17 @@ def reference_policy(args):
 @pytest.mark.parametrize("args", one_of_each("auto_augment", "color_jitter", "interpolation"))
 def test_policies_are_their_sources_for_the_same_seed(args):
     args = args.replaced(grayscale_prob=0.0, blur_prob=0.0)  # compared in test_transforms.py
-    image, ours, theirs = picture(120, 100), build_presets(args)[0].policy, reference_policy(args)
+    image, ours, theirs = (
+        picture(120, 100),
+        build_presets(args.data, args.augmentation)[0].policy,
+        reference_policy(args),
+    )
     num_changed = 0
     for seed in range(80):
         seed_host(AUGMENTATION, seed)
         found = ours(image)
         seed_host(AUGMENTATION, seed)
-        if args.auto_augment.startswith("timm/"):
+        if args.augmentation.auto_augment.startswith("timm/"):
             numpy.random.seed(int(torch.randint(1 << 32, ())))  # timm draws from its generator as well
         assert found.tobytes() == theirs(image).tobytes()
         num_changed += found.tobytes() != image.tobytes()
@@ -109,9 +117,12 @@ class TorchRandom(random.Random):
 
 @pytest.mark.parametrize("args", one_of_each("mixup_alpha", "cutmix_alpha"))
 def test_mixing_draws_as_its_source(args):
-    image, mix = torch.empty(1, 3, 224, 160, device="meta"), data.build_batch_transforms(args, 10)[0].mix
-    blend = v2.MixUp(alpha=args.mixup_alpha or 1.0, num_classes=10)
-    cut = v2.CutMix(alpha=args.cutmix_alpha or 1.0, num_classes=10)
+    image, mix = (
+        torch.empty(1, 3, 224, 160, device="meta"),
+        data.build_batch_transforms(args.augmentation, args.precision.channels_last, 10, torch.device("cpu"))[0].mix,
+    )
+    blend = v2.MixUp(alpha=args.augmentation.mixup_alpha or 1.0, num_classes=10)
+    cut = v2.CutMix(alpha=args.augmentation.cutmix_alpha or 1.0, num_classes=10)
     num_cut = 0
     for seed in range(400):
         torch.manual_seed(seed)
@@ -124,7 +135,11 @@ def test_mixing_draws_as_its_source(args):
             expected = [blend.make_params([image])["lam"]]
         assert drawn.tolist()[:-1] == pytest.approx(expected)  # the last is the rest of the share
         num_cut += mixer is mix.cutmix
-    expected = 200 if args.mixup_alpha and args.cutmix_alpha else 400 * bool(args.cutmix_alpha)
+    expected = (
+        200
+        if args.augmentation.mixup_alpha and args.augmentation.cutmix_alpha
+        else 400 * bool(args.augmentation.cutmix_alpha)
+    )
     assert num_cut == pytest.approx(expected, abs=45)  # 4.5 standard errors
 
 

@@ -20,6 +20,8 @@ from models.optim import lr_at
 from scripts import tool
 from settings import choices, config, options, other_scripts
 from settings.packages import find_timm_config
+from settings.parser import build_parser
+from settings.rules import OwnCode
 
 DATA = ["--data-path", "images"]
 
@@ -38,8 +40,12 @@ def refusal(*argv):
 
 def test_other_spellings_and_cases_are_taken_as_torchvision_takes_them():
     args = parse(*"--opt SGD_Nesterov --lr-scheduler CosineAnnealingLR --synthetic -b 8 -j 3 --wd 0.5".split())
-    assert (args.opt, args.lr_scheduler, args.synthetic) == ("sgd_nesterov", "cosineannealinglr", 12_800)
-    assert (args.batch_size, args.workers, args.weight_decay) == (8, 3, 0.5)
+    assert (args.optimization.opt, args.schedule.lr_scheduler, args.data.synthetic) == (
+        "sgd_nesterov",
+        "cosineannealinglr",
+        12_800,
+    )
+    assert (args.optimization.batch_size, args.data.workers, args.optimization.weight_decay) == (8, 3, 0.5)
 
 
 @pytest.mark.parametrize(("argv", "words"), [
@@ -105,7 +111,7 @@ def test_no_list_of_names_holds_one_twice():
         message = refusal(*DATA, f"{options.BY_NAME[dest].flag}", value, value)
         assert options.BY_NAME[dest].flag in message
         assert re.search("twice|two loggers|a different NAME", message)
-    assert parse("--extensions", ".AVIF", "--extensions", ".heic").extensions == [".avif", ".heic"]
+    assert parse("--extensions", ".AVIF", "--extensions", ".heic").data.extensions == [".avif", ".heic"]
 
 
 def test_an_address_is_refused_wherever_a_local_path_is_needed_without_its_secrets(tmp_path, monkeypatch):
@@ -126,11 +132,21 @@ def test_a_home_folder_is_expanded_wherever_a_path_is_given(tmp_path, monkeypatc
     monkeypatch.setenv("HOME", home := str(tmp_path / "home"))
     words = ["--output-dir=~/x", "--data-path=~/images", "--model=~/own.py:f", "--eval-data", "a=~/b", "c=d~/e"]
     args = parse(*words, "--multi-label=~", "--criterion=bce")
-    assert (args.output_dir, args.data_path, args.model) == (f"{home}/x", f"{home}/images", f"{home}/own.py:f")
-    assert (args.trusted, args.eval_data, args.multi_label) == ([args.model], [f"a={home}/b", "c=d~/e"], "~")
-    assert parse("--output-dir=~").output_dir == home
-    assert config.parse_args(recipe('[data]\ndata-path = "~/images"\n')).data_path == f"{home}/images"
-    assert config.resolve(argparse.Namespace(output_dir="~/x", synthetic=8)).output_dir == f"{home}/x"  # a notebook's
+    assert (args.checkpoint.output_dir, args.data.data_path, args.model.model) == (
+        f"{home}/x",
+        f"{home}/images",
+        f"{home}/own.py:f",
+    )
+    assert (type(args.model.model), args.data.eval_data, args.data.multi_label) == (
+        OwnCode,
+        [f"a={home}/b", "c=d~/e"],
+        "~",
+    )
+    assert parse("--output-dir=~").checkpoint.output_dir == home
+    assert config.parse_args(recipe('[data]\ndata-path = "~/images"\n')).data.data_path == f"{home}/images"
+    assert (
+        config.resolve(argparse.Namespace(output_dir="~/x", synthetic=8)).checkpoint.output_dir == f"{home}/x"
+    )  # a notebook's
     parser = tool.build_parser("tool", "", "A tool.")
     parser.add_argument("--json", type=tool.output_file(".json"))
     parser.add_argument("path", nargs="*", type=tool.as_place)
@@ -139,7 +155,7 @@ def test_a_home_folder_is_expanded_wherever_a_path_is_given(tmp_path, monkeypatc
     assert (found.json, found.path) == (Path(home, "a.json"), [Path(home, "b"), Path("d~/c")])
     # A run of before this was so is in a folder of that name, and goes on there.
     (tmp_path / "~" / "x").mkdir(parents=True)
-    assert parse("--output-dir=~/x", "--resume", "auto").output_dir == "~/x"
+    assert parse("--output-dir=~/x", "--resume", "auto").checkpoint.output_dir == "~/x"
     with pytest.raises(UserError, match="~nobody-here is nobody's home folder here; give a whole path"):
         parse("--eval-data", "a=~nobody-here/x")
 
@@ -201,13 +217,18 @@ def test_a_recipe_gives_options_and_the_command_line_wins_wherever_it_stands(rec
     args = config.parse_args(argv)
     given = {"data_path": "some images", "workers": 0, "mean": [0.0, 0.5, 1.0], "model_ema": True, "sync_bn": False}
     given |= {"lr": 1.0, "weight_decay": 2e-5, "opt": "sgd", "amp": True, "amp_dtype": "bfloat16"}
-    assert repr({name: getattr(args, name) for name in given}) == repr(given)  # and their types
-    assert args.given == sorted({*given, "recipe"})
+    assert repr({name: args.flat()[name] for name in given}) == repr(given)  # and their types
+    assert args.origin.given == sorted({*given, "recipe"})
     own = ["--lr", "0.25", "--no-model-ema", "--no-amp"]  # --amp-dtype without effect is in the recipe
     for order in ([*argv, *own], [*own, *argv]):
         args = config.parse_args(order)
-        assert (args.lr, args.weight_decay, args.model_ema, args.amp) == (0.25, 2e-5, False, False)
-        assert args.given == sorted({*given, "recipe"})
+        assert (args.optimization.lr, args.optimization.weight_decay, args.model.model_ema, args.precision.amp) == (
+            0.25,
+            2e-5,
+            False,
+            False,
+        )
+        assert args.origin.given == sorted({*given, "recipe"})
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -231,7 +252,7 @@ NOT_COMPUTED = "recipe given output_dir overwrite resume start_epoch world_size 
 
 
 def computed(args):
-    return {name: value for name, value in vars(args).items() if name not in NOT_COMPUTED}
+    return {name: value for name, value in args.flat().items() if name not in NOT_COMPUTED}
 
 
 ROUND_TRIPS = [
@@ -254,7 +275,8 @@ def test_a_written_recipe_says_the_same(command, recipe):
 def test_a_written_recipe_holds_the_defaults_and_what_was_given_but_neither_place_nor_machine(recipe):
     elsewhere = ["--output-dir", "here", "--resume", "auto", "--world-size", "4", "--dist-url", "tcp://host:1"]
     again = config.parse_args(recipe(config.write_recipe(parse(*elsewhere))))
-    assert (again.output_dir, again.resume, again.world_size, again.dist_url) == (None, "", 1, "env://")
+    assert (again.checkpoint.output_dir, again.checkpoint.resume) == (None, "")
+    assert (again.distributed.world_size, again.distributed.dist_url) == (1, "env://")
     table = tomllib.loads(config.write_recipe(config.on_machine(parse())[0]))
     assert "workers" not in table["data"]
     assert "device" not in table.get("distributed", {})
@@ -265,16 +287,16 @@ def test_a_written_recipe_holds_the_defaults_and_what_was_given_but_neither_plac
 def test_what_is_derived_is_said_once(monkeypatch):
     args = parse("--model", "resnet50")
     record, lines = config.on_machine(args)
-    assert (args.output_dir, args.workers) == (None, None)
-    assert record.output_dir == "runs/resnet50"
-    assert 1 <= record.workers <= 16
+    assert (args.checkpoint.output_dir, args.data.workers) == (None, None)
+    assert record.checkpoint.output_dir == "runs/resnet50"
+    assert 1 <= record.data.workers <= 16
     for option in ("--device", "--workers", "--output-dir"):
         assert sum(line.startswith(option) for line in lines) == 1
     assert config.on_machine(record) == (record, [])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")  # processes share the cores of a node
     for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    assert config.on_machine(parse())[0].workers == 1
+    assert config.on_machine(parse())[0].data.workers == 1
 
 
 def test_the_table_names_what_torch_and_torchvision_have():
@@ -360,7 +382,7 @@ TIMMS = """
     --vflip 0.1|--wandb-project n|--wandb-resume-id n|--wandb-tags a b|--warmup-epochs 5|--warmup-lr 1e-5
     --warmup-prefix|--weight-decay 0.1|--worker-seeding all|--workers 3|-b 8|-c f|-j 3|-vb 8
 """
-KNOWN = {*options.build_parser()._option_string_actions}
+KNOWN = {*build_parser()._option_string_actions}
 
 
 def translated(line):
@@ -475,14 +497,14 @@ def test_learning_rates_are_timms(flags):
     scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, flags.split()[0], num_epochs=300, warmup_epochs=warmup)
     for epoch in (0, 4, 5, 39, 40, 88, 89, 90, 180, 269, 270, 299):
         scheduler.step(epoch)
-        assert lr_at(args, epoch, 0.4) == pytest.approx(optimizer.param_groups[0]["lr"])
+        assert lr_at(args.schedule, epoch, 0.4) == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
 @pytest.mark.parametrize(("model", "share"), [("efficientnet_b2", 0.9), ("vit_base_patch16_384", 1), ("resnet18", 0.9)])
 def test_the_resized_side_is_timms_for_the_models_own_size(model, share):
     theirs = timm.data.resolve_data_config({"crop_pct": share}, find_timm_config(f"timm/{model}").to_dict())
     args = config.parse_args(translated(f"--data-path d --model {model} --crop-pct {share}")[1].split())
-    assert timm.data.create_transform(**theirs).transforms[0].size == args.val_resize_size
+    assert timm.data.create_transform(**theirs).transforms[0].size == args.augmentation.val_resize_size
 
 
 # pytorch/examples: args.batch_size = int(args.batch_size / ngpus_per_node), 256 by default; --world-size is of nodes.
@@ -507,7 +529,7 @@ def test_pretrained_is_what_torchvisions_own_pretrained_loads():
         expected = re.search(r"passing `weights=(\w+\.\w+)`|No weights available", str(caught.value))[1]
         args = config.parse_args(translated(f"-a {name} --pretrained -e D")[1].split())
         with nullcontext() if expected else pytest.raises(UserError, match="no weights of torchvision's"):
-            assert str(resolve_weights(args)) == expected
+            assert str(resolve_weights(args.model)) == expected
 
 
 def test_help_on_a_word(capsys):
@@ -526,7 +548,7 @@ PUBLISHED = json.loads(Path(__file__).with_name("published_lines.json").read_tex
 
 def answer_to(line):
     """Return the command that a published one is here, or the flags that have no meaning here."""
-    words, parser = shlex.split(line), options.build_parser()
+    words, parser = shlex.split(line), build_parser()
     try:
         _, unknown = parser.parse_known_args(words)
     except UserError as error:

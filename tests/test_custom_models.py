@@ -54,7 +54,7 @@ def net(tmp_path):
 
 
 def build(*argv, num_classes=3):
-    args = config.parse_args(["--synthetic", *SIZES, *map(str, argv)]).replaced(distributed=False)
+    args = config.parse_args(["--synthetic", *SIZES, *map(str, argv)]).replaced(is_launched=False)
     return build_model(args, num_classes)
 
 
@@ -113,7 +113,12 @@ def test_a_model_is_its_functions_whatever_the_files_name_and_one_that_trains_no
     assert torch.equal(model[0].weight, nn.Conv2d(3, 6, 3, 4).weight)
     args = config.parse_args(["--synthetic", "--model", f"{net}:frozen"])
     with pytest.raises(UserError, match=r"vit_mine.py:frozen has no trainable parameters"):
-        optim.build_optimizer(args, optim.build_parameter_groups(args, build("--model", args.model)))
+        optim.build_optimizer(
+            args.optimization,
+            args.precision,
+            args.model.model,
+            optim.build_parameter_groups(args.optimization, build("--model", args.model.model)),
+        )
 
 
 def test_no_file_has_code_run_and_what_the_command_line_names_trains_and_is_evaluated(net, tmp_path):
@@ -212,7 +217,7 @@ def test_the_recipes_options_reach_it(image_folder, tmp_path):
     args = config.parse_args([*recipe, *own, "--dry-run", "--stochastic-depth", "0.3"])
     model = build_model(args, 3)
     assert {block.drop_path.p for block in model.blocks} == {0.3}
-    groups = optim.build_parameter_groups(args, model)
+    groups = optim.build_parameter_groups(args.optimization, model)
     decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
     matrices = {part.weight for part in model.modules() if isinstance(part, nn.Linear | nn.Conv2d)}
     assert decayed == set(map(id, matrices))

@@ -28,7 +28,7 @@ from monitoring import preview
 from presets import ClassificationPresetTrain
 from sampler import EvalSampler, SampleKey, TrainSampler, VirtualShards
 from settings import config
-from settings.options import get_args_parser
+from settings.parser import get_args_parser
 from tests.endings import differing_results
 from tests.images import pack_classes, write_images
 from tests.ranks import run_ranks
@@ -37,7 +37,7 @@ from tests.started import DAMAGES, SMALL, damage_folder, refused, run_train
 
 def sets_of(folder, *argv):
     args = config.parse_args(["--data-path", str(folder), "--device", "cpu", *map(str, argv)])
-    return data.build_datasets(*config.split_dirs(args), args)
+    return data.build_datasets(*config.split_dirs(args.data.data_path), args)
 
 
 def test_a_set_is_an_image_folder(image_folder, tmp_path):
@@ -159,7 +159,7 @@ def test_a_plain_loader_of_the_sets_and_samplers_yields_our_loaders_batches(imag
     *theirs, train_sampler, test_sampler = train.load_data(*folders, args)
     args = config.parse_args(argv)
     ours = data.build_datasets(*folders, args)
-    repeated = TrainSampler(29, VirtualShards(3, 1, 0, 1), repetitions=3 if args.ra_sampler else 1)
+    repeated = TrainSampler(29, VirtualShards(3, 1, 0, 1), repetitions=3 if args.augmentation.ra_sampler else 1)
     for epoch in range(2):
         train_sampler.set_epoch(epoch)
         repeated.set_epoch(epoch)
@@ -167,7 +167,9 @@ def test_a_plain_loader_of_the_sets_and_samplers_yields_our_loaders_batches(imag
             (theirs[0], train_sampler, ours[0], repeated), (theirs[1], test_sampler, ours[1], EvalSampler(7, 3)),
         ):  # fmt: skip
             loader = DataLoader(dataset, batch_size=3, sampler=sampler, num_workers=epoch)
-            batches = data.build_loader(own, own_sampler, args)
+            batches = data.build_loader(
+                own, own_sampler, args.data, args.augmentation, args.optimization, args.distributed.device
+            )
             batches = data.build_device_loader(args, batches, own_sampler, torch.device("cpu"), 3)
             torch.testing.assert_close(list(loader), list(batches), rtol=0, atol=0)
 

@@ -483,14 +483,14 @@ def run_in_a_row(folder, out, runs, is_one_command=False):
         sys.path.insert(0, str(folder / "own"))
         helper = importlib.import_module("helper")
     args = config.parse_args(argv_of(folder, out, runs[0][0]))
-    given = dict(vars(args))
+    given = args.flat()
     for options, files in runs:
         write(folder, files)
         args = args if is_one_command else config.parse_args(argv_of(folder, out, options))
         refusal = pytest.raises(UserError, match="does not say how its images are prepared")
         with refusal if "--test-only" in options else nullcontext():
             train.main(args)
-        assert not is_one_command or (vars(args) == given and sys.modules["helper"] is helper)
+        assert not is_one_command or (args.flat() == given and sys.modules["helper"] is helper)
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ REFUSED = {
 @pytest.mark.parametrize("argv", REFUSED)
 def test_every_size_of_an_epoch_and_a_batch_counts_and_a_mistyped_model_is_named(argv):
     with pytest.raises(UserError, match=REFUSED[argv]):
-        check_model(config.parse_args(["--synthetic", *argv.split()]).replaced(distributed=False))
+        check_model(config.parse_args(["--synthetic", *argv.split()]).replaced(is_launched=False))
 
 
 def test_names_that_no_recipe_can_hold_are_refused():
@@ -200,5 +200,9 @@ def test_names_that_no_recipe_can_hold_are_refused():
 
 @pytest.mark.parametrize("argv", [["--lr", "1e308"], ["--lr-gamma", "1e9"], ["--batch-size", "9" * 18]])
 def test_numbers_beyond_any_run_are_refused(argv):
+    def check():
+        args = config.parse_args(["--synthetic", "--lr-scheduler", "exponentiallr", *argv])
+        optim.check_schedule(args.schedule, args.optimization.lr)
+
     with pytest.raises(UserError, match=argv[0]):
-        optim.check_schedule(config.parse_args(["--synthetic", "--lr-scheduler", "exponentiallr", *argv]))
+        check()

@@ -10,7 +10,7 @@ from torch import nn
 import data
 import train
 from models import optim
-from models.build import build_ema, build_scaler, move_to_device
+from models.build import build_ema, build_scaler, compile_model, move_to_device
 from models.losses import build_criterion
 from run import Run
 from sampler import TrainSampler, VirtualShards
@@ -61,9 +61,11 @@ def test_the_first_loss_is_the_cpus(image_folder, tmp_path, argv, tolerance):
 
 
 def build_loader(args, device, num_images):
-    dataset = data.SyntheticImages(num_images, args.train_crop_size, 10)
-    sampler = TrainSampler(num_images, VirtualShards(args.global_batch_size, args.num_shards))
-    return data.build_device_loader(args, data.build_loader(dataset, sampler, args), sampler, device, 10)
+    dataset = data.SyntheticImages(num_images, args.augmentation.train_crop_size, 10)
+    sampler = TrainSampler(num_images, VirtualShards(args.optimization.global_batch_size, args.distributed.num_shards))
+    groups = args.data, args.augmentation, args.optimization
+    loader = data.build_loader(dataset, sampler, *groups, args.distributed.device)
+    return data.build_device_loader(args, loader, sampler, device, 10)
 
 
 def options(*argv, size_px=64):
@@ -113,12 +115,14 @@ def test_memory_of_batches_does_not_grow_while_the_host_runs_ahead():
 
 
 def train_watched(args, tmp_path, criterion=None, num_steps=21):
-    device = torch.device(args.device)
+    device = torch.device(args.distributed.device)
     torch.manual_seed(0)
     model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
-    model = move_to_device(model, args, device)
-    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
-    loader = build_loader(args, device, num_steps * args.global_batch_size)
+    model = compile_model(move_to_device(model, args.precision, device), args.precision, args.augmentation)
+    optimizer = optim.build_optimizer(
+        args.optimization, args.precision, args.model.model, optim.build_parameter_groups(args.optimization, model)
+    )
+    loader = build_loader(args, device, num_steps * args.optimization.global_batch_size)
 
     class Watched(Run):
         def end_step(self, metric_logger, grad_norm):
@@ -129,7 +133,7 @@ def train_watched(args, tmp_path, criterion=None, num_steps=21):
             torch.cuda.set_sync_debug_mode("error" if 6 <= self.state.step < 20 else "default")
 
     run = run_of(args, tmp_path, model, optimizer, loader.loader.sampler, device, Watched)
-    parts = build_ema(args, model), build_scaler(args, device), run
+    parts = build_ema(args, model), build_scaler(args.precision, device), run
     try:
         train.train_one_epoch(model, criterion or build_criterion(args), optimizer, loader, device, 0, args, *parts)
     finally:

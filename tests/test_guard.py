@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import types
 from contextlib import nullcontext
 
 import pytest
@@ -23,14 +22,14 @@ BITS = ["--use-deterministic-algorithms"]
 def parse(*argv):
     """Return the options of a command line as a run has them, on one process of a machine without accelerator."""
     args = config.parse_args(["--data-path", "d", "--device", "cpu", "--workers", "0", *map(str, argv)])
-    return args.replaced(rank=0, gpu=0, distributed=False, world_size=1, output_dir=args.output_dir or "runs/x")
+    folder = args.checkpoint.output_dir or "runs/x"
+    return args.replaced(rank=0, gpu=0, is_launched=False, world_size=1, output_dir=folder)
 
 
 def state_of(args):
-    args = types.SimpleNamespace(**vars(args))
-    args.global_batch_size = args.global_batch_size or args.batch_size
-    here = guard.describe_environment(args)
-    return {"args": vars(args), "environment": here, "data": {"num_images": 9, "num_classes": 3}}
+    args = args.replaced(global_batch_size=args.optimization.global_batch_size or args.optimization.batch_size)
+    here = guard.describe_environment(args.data, args.distributed)
+    return {"args": args.as_saved(), "environment": here, "data": {"num_images": 9, "num_classes": 3}}
 
 
 def check(theirs, ours, changes):
@@ -51,7 +50,7 @@ def test_what_is_free_may_change_and_what_changes_numbers_may_not(name):
         args = args.replaced(global_batch_size=32)
     state["args"][name] = "mps" if name == "device" else "another"
     if name in ("mean", "std"):  # else they are the checkpoint's
-        args.given.append(name)
+        args.origin.given.append(name)
     refusal = pytest.raises(UserError, match=f"{name.replace('_', '-')} another in the checkpoint")
     with nullcontext() if name in FREE else refusal:
         guard.check_options(state, args)
@@ -157,8 +156,9 @@ def test_sizes_are_compared_within_a_form_and_times_within_a_path(there, here, o
     theirs, ours = ((Images(), Images(**place)) for place in (there, here))
     state = state_of(parse()) | {"data": guard.describe_data(*theirs)}
     words = r"cannot resume .*: data of val: (sizes|checksums|most of 3 compared images) "
+    args = parse("--resume", "auto")
     with pytest.raises(UserError, match=words) if outcome == "refused" else nullcontext():
-        guard.check_data(state, parse("--resume", "auto"), *ours)
+        guard.check_data(state, args, *ours)
     assert ("data of val: /data " in capsys.readouterr().out) == (outcome == "printed")
 
 
@@ -192,7 +192,7 @@ LIBRARIES = {kind: [("PIL", "__version__")] for kind in ("PNG", "BMP", "PPM")} |
 @pytest.mark.parametrize("kind", [*FORMATS, "HEIF"])
 def test_the_version_of_whatever_makes_pixels_is_recorded(kind):
     args = parse("--workers", 1)
-    known = " ".join(map(str, guard.describe_environment(args).values()))
+    known = " ".join(map(str, guard.describe_environment(args.data, args.distributed).values()))
     for module, name in LIBRARIES[kind]:
         if module == "torchcodec" and not machine.find_torchcodec():
             continue

@@ -132,7 +132,7 @@ def test_the_processes_of_a_node_restarts_and_the_cores_of_a_task_are_counted(en
 def test_a_task_of_one_core_has_one_worker_whatever_the_machine_has(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ | ONE_TASK | {"SLURM_CPUS_PER_TASK": "1"})
     args, lines = config.on_machine(config.parse_args(["--synthetic"]))
-    assert args.workers == 1
+    assert args.data.workers == 1
     assert "--workers 1: of this process's 1 core (srun --cpus-per-task), at most 16" in lines
 
 

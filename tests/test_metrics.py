@@ -42,6 +42,8 @@ from scripts import evaluate
 from scripts.scores import bootstrap_interval, calibration_error
 from scripts.trained import open_trained
 from settings import config
+from settings.options import OptimizationOptions
+from settings.stages import Parsed
 from tests.endings import differing, differing_results, read_metrics, read_points
 from tests.exports import run_tool
 from tests.images import pack_whole, write_images
@@ -243,10 +245,19 @@ def test_batches_hold_zeros_and_ones_as_the_list_says(labelled):
     args = options(labelled, *"--workers 0 --device cpu --train-crop-size 32 --val-crop-size 32".split())
     sets = data.build_datasets(str(labelled / "train"), str(labelled / "val"), args)
     args = config.assign(args.replaced(rank=0, world_size=1), None)
-    samplers = data.build_train_sampler(sets[0], args), data.build_eval_sampler(sets[1], args)
+    samplers = (
+        data.build_train_sampler(sets[0], args.augmentation, args.optimization, args.distributed),
+        data.build_eval_sampler(sets[1], args.optimization, args.distributed),
+    )
     for dataset, each in zip(sets, samplers, strict=True):
         assert dataset.classes == CLASSES
-        loader = data.build_device_loader(args, data.build_loader(dataset, None, args), each, torch.device("cpu"), 4)
+        loader = data.build_device_loader(
+            args,
+            data.build_loader(dataset, None, args.data, args.augmentation, args.optimization, args.distributed.device),
+            each,
+            torch.device("cpu"),
+            4,
+        )
         for (_, target), numbers in zip(loader, loader.numbers(), strict=True):
             for row, number in zip(target.tolist(), numbers.tolist(), strict=True):
                 known = truth_of(int(Path(dataset.index.path(number)).stem))
@@ -444,12 +455,13 @@ def test_a_balanced_epoch_shows_each_class_as_often_and_its_images_evenly():
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_balanced_weights_are_scikit_learns_in_torchs_loss_of_probabilities(smoothing):
-    args = SimpleNamespace(class_weights="balanced", bce_loss=False, device="cpu", criterion=None, model="resnet18",
-                           label_smoothing=smoothing, bce_target_thresh=None)  # fmt: skip
+    args = Parsed().replaced(class_weights="balanced", device="cpu", label_smoothing=smoothing)
     images = data.IndexedImageFolder("", None, source=Uneven(Path()))
     compute_class_weight = pytest.importorskip("sklearn.utils.class_weight").compute_class_weight
     expected = compute_class_weight("balanced", classes=numpy.arange(4), y=LABELS)
-    torch.testing.assert_close(class_weights(args, images).double().numpy(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        class_weights(args.optimization, args.distributed.device, images).double().numpy(), expected, rtol=1e-6, atol=0
+    )
     criterion = build_criterion(args, images)
     output, target = torch.randn(16, 4, requires_grad=True), torch.arange(16) % 4
     logs = output.double().log_softmax(1)
@@ -461,7 +473,7 @@ def test_balanced_weights_are_scikit_learns_in_torchs_loss_of_probabilities(smoo
     with torch.inference_mode():
         plain = nn.CrossEntropyLoss(label_smoothing=smoothing)
         assert torch.equal(criterion(output, target), plain(output, target))
-    args.bce_loss = True
+    args = args.replaced(bce_loss=True)
     criterion = build_criterion(args, images)
     weight = torch.tensor([(91 - size) / size for size in SIZES])
     expected = nn.BCEWithLogitsLoss(pos_weight=weight)(output, soft * (1 - smoothing) + smoothing / 4)
@@ -487,10 +499,10 @@ def test_balanced_accuracy_and_f1_are_scikit_learns():
 
 
 def test_a_line_names_a_class_of_few_images_unless_an_option_is_about_it(capsys):
-    args = SimpleNamespace(balanced_sampler=False, class_weights=None, synthetic=None)
+    given = {"balanced_sampler": False, "class_weights": None, "synthetic": None}
     images = data.IndexedImageFolder("", None, source=Uneven(Path()))
     for name, value in {"": None, "balanced_sampler": True, "class_weights": "balanced", "synthetic": 9}.items():
-        data.warn_of_uneven(images, SimpleNamespace(**vars(args) | {name: value}))
+        data.warn_of_uneven(images, **given | ({name: value} if name else {}))
         line = "the classes are imbalanced: class3 has 1 image, the median class 25; see --balanced-sampler"
         assert (line in capsys.readouterr().out) == (name == "")
 
@@ -505,7 +517,7 @@ def test_a_line_names_a_class_of_few_images_unless_an_option_is_about_it(capsys)
 def test_weights_that_cannot_be_used_are_one_line(tmp_path, rows, words):
     (tmp_path / "w.csv").write_text("class,weight\n" + rows)
     with pytest.raises(UserError, match=words):
-        class_weights(SimpleNamespace(class_weights=str(tmp_path / "w.csv")), Uneven(Path()))
+        class_weights(OptimizationOptions(class_weights=str(tmp_path / "w.csv")), "cpu", Uneven(Path()))
 
 
 COUNTS, BATCH = [13, 12, 9], 4

@@ -99,7 +99,7 @@ def test_weights_of_another_model_are_refused_in_one_line_and_a_head_of_another_
 ])  # fmt: skip
 def test_weights_whose_inputs_are_of_another_range_are_refused(options, kwargs, refusal):
     """torchvision rescales the inputs of GoogLeNet and Inception v3 for its published weights, and only then."""
-    args = parse("--model googlenet").replaced(model_kwargs=kwargs, distributed=False)
+    args = parse("--model googlenet").replaced(model_kwargs=kwargs, is_launched=False)
     weights = Weights(torchvision.models.googlenet(aux_logits=True, init_weights=False).state_dict())
     weights.options, weights.kind = options, "a state dict"
     with pytest.raises(UserError, match=refusal) if refusal else nullcontext():
@@ -116,11 +116,11 @@ def test_what_older_versions_of_modules_saved_is_translated():
 def test_unknown_weights_are_named_with_those_that_exist():
     args = parse("--model resnet50 --weights IMAGENET1K_V3")
     with pytest.raises(UserError, match=r"did you mean resnet50\.IMAGENET1K_V"):
-        resolve_weights(args)
+        resolve_weights(args.model)
     for name in ("ResNet50_Weights.IMAGENET1K_V2", "IMAGENET1K_V2"):
-        assert resolve_weights(args.replaced(weights=name)) is torchvision.models.ResNet50_Weights.IMAGENET1K_V2
+        assert resolve_weights(args.replaced(weights=name).model) is torchvision.models.ResNet50_Weights.IMAGENET1K_V2
     with pytest.raises(UserError, match="is of resnet18"):
-        resolve_weights(args.replaced(weights="ResNet18_Weights.IMAGENET1K_V1"))
+        resolve_weights(args.replaced(weights="ResNet18_Weights.IMAGENET1K_V1").model)
 
 
 def test_auxiliary_classifiers_count_in_training():
@@ -140,7 +140,9 @@ def test_auxiliary_classifiers_count_in_training():
 def changed_by_a_step(model, args, image):
     """Return the names of the parameters and buffers that a step changes."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    optimizer = optim.build_optimizer(
+        args.optimization, args.precision, args.model.model, optim.build_parameter_groups(args.optimization, model)
+    )
     begin_training(model)
     build_criterion(args)(model(image), torch.arange(len(image))).backward()
     optimizer.step()
@@ -283,7 +285,13 @@ def test_a_run_trains_at_the_sizes_of_its_epochs(image_folder):
     sampler = TrainSampler(len(dataset), VirtualShards(8, 1))
     for epoch, size in [(0, 32), (1, 64), (5, 64)]:
         sampler.set_epoch(epoch)
-        assert next(iter(data.build_loader(dataset, sampler, args)))[0].shape == (8, 3, size, size)
+        assert next(
+            iter(
+                data.build_loader(
+                    dataset, sampler, args.data, args.augmentation, args.optimization, args.distributed.device
+                )
+            )
+        )[0].shape == (8, 3, size, size)
 
 
 # What is not happy with 64 px.
@@ -301,7 +309,9 @@ def test_a_classifier_trains_a_step_and_resumes(name, tmp_path):
     argv = f"--synthetic 8 --model {name} --device cpu --workers 0 --lr 0.01 --batch-size 2".split()
     args = config.parse_args([*argv, "--train-crop-size", str(size), "--val-crop-size", str(size)])
     model = build_model(args, 5)
-    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    optimizer = optim.build_optimizer(
+        args.optimization, args.precision, args.model.model, optim.build_parameter_groups(args.optimization, model)
+    )
     before = [parameter.detach().clone() for parameter in model.parameters()]
     generator = torch.Generator().manual_seed(0)
     loader = [(torch.randn(2, 3, size, size, generator=generator), torch.tensor([1, 3]))]
@@ -318,7 +328,9 @@ def test_a_classifier_trains_a_step_and_resumes(name, tmp_path):
     restored = copy.deepcopy(model)
     for tensor in restored.state_dict().values():
         tensor.zero_()
-    restored_optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, restored))
+    restored_optimizer = optim.build_optimizer(
+        args.optimization, args.precision, args.model.model, optim.build_parameter_groups(args.optimization, restored)
+    )
     run = RunState(1, facts, {"model": restored, "optimizer": optim.OptimizerState(restored_optimizer)})
     run.load_state_dict(check_schema(load_checkpoint(tmp_path / "checkpoint.pth", "it"), "it"))
     assert differing(model.state_dict(), restored.state_dict()) == []

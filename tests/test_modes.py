@@ -464,7 +464,10 @@ def resolved(*words):
 def test_mean_and_deviation_are_by_default_those_of_timm():
     for in_chans in MODES:
         args = resolved("--in-chans", str(in_chans))
-        for ours, imagenets in (args.mean, config.IMAGENET_MEAN), (args.std, config.IMAGENET_STD):
+        for ours, imagenets in (
+            (args.augmentation.mean, config.IMAGENET_MEAN),
+            (args.augmentation.std, config.IMAGENET_STD),
+        ):
             assert tuple(ours) == timm.data.loader.adapt_to_chs(imagenets, in_chans)
 
 

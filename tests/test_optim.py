@@ -45,11 +45,11 @@ def test_rates_per_step_pass_through_the_rates_per_epoch_and_never_jump(schedule
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": peak} for peak in (0.5, 0.05)]
     optimizer, rates = torch.optim.SGD(groups, lr=1.0), []
     args = schedule_options(scheduler, 2, lr_per_step=True)
-    schedule = optim.LRScheduler(args, optimizer)
+    schedule = optim.LRScheduler(args.schedule, optimizer)
     for epoch, step in itertools.product(range(EPOCHS), range(50)):
         schedule.set_position(epoch, step, 50)
         rates.append([group["lr"] for group in optimizer.param_groups])
-    assert rates[::50] == [[optim.lr_at(args, epoch, peak) for peak in (0.5, 0.05)] for epoch in range(EPOCHS)]
+    assert rates[::50] == [[optim.lr_at(args.schedule, epoch, peak) for peak in (0.5, 0.05)] for epoch in range(EPOCHS)]
     assert rates[100] == [0.5, 0.05]
     assert max(abs(a - b) for (a, _), (b, _) in itertools.pairwise(rates)) < 0.5 / 90  # the warm-up climbs 0.49 in 100
 
@@ -57,7 +57,7 @@ def test_rates_per_step_pass_through_the_rates_per_epoch_and_never_jump(schedule
 @pytest.mark.parametrize("name", choices.SCHEDULES)
 def test_a_schedule_that_depends_on_the_epochs_says_so(name):
     """Else a resumed run could change --epochs without --allow-change."""
-    one, other = (schedule_options(name, epochs=epochs) for epochs in (EPOCHS, EPOCHS + 1))
+    one, other = (schedule_options(name, epochs=epochs).schedule for epochs in (EPOCHS, EPOCHS + 1))
     is_same = all(optim.lr_at(one, epoch, 0.5) == optim.lr_at(other, epoch, 0.5) for epoch in range(EPOCHS))
     assert choices.SCHEDULES[name].uses_epochs is not is_same
 
@@ -65,7 +65,7 @@ def test_a_schedule_that_depends_on_the_epochs_says_so(name):
 def test_a_schedule_of_ones_own_may_depend_on_the_epochs(tmp_path):
     (tmp_path / "mine.py").write_text("def constant(epoch, epochs):\n    return 1.0\n")
     args = config.parse_args(["--synthetic", "--lr-scheduler", f"{tmp_path}/mine.py:constant"])
-    assert optim.find_schedule(args)[1].uses_epochs
+    assert optim.find_schedule(args.schedule.lr_scheduler)[1].uses_epochs
 
 
 @pytest.mark.parametrize(("changes", "option"), [
@@ -76,19 +76,20 @@ def test_a_schedule_of_ones_own_may_depend_on_the_epochs(tmp_path):
     ({"lr_scheduler": "exponentiallr", "lr_gamma": 1e6}, "--lr-gamma"),
 ])  # fmt: skip
 def test_a_schedule_without_its_options_or_epochs_is_refused(changes, option):
+    args = options_of(**changes)
     with pytest.raises(UserError, match=option):
-        optim.check_schedule(options_of(**changes))
+        optim.check_schedule(args.schedule, args.optimization.lr)
 
 
 def test_the_reference_batch_is_the_options_or_the_recipes(tmp_path):
     given = "--synthetic --lr 0.5 --lr-scaling linear --global-batch-size 512 --lr-scaling-batch"
     args = config.parse_args([*given.split(), "1024"])
-    assert optim.scaled_lr(args) == 0.25
+    assert optim.scaled_lr(args.optimization) == 0.25
     written = tmp_path / "recipe.toml"
     written.write_text(config.write_recipe(args))
     for more, expected in {"": 0.25, "-batch=256": 1.0, "=sqrt": 0.5 / 2**0.5, "=none": 0.5}.items():
         args = config.parse_args(["--recipe", str(written), *[f"--lr-scaling{more}"] * bool(more)])
-        assert optim.scaled_lr(args) == pytest.approx(expected, abs=1e-15)
+        assert optim.scaled_lr(args.optimization) == pytest.approx(expected, abs=1e-15)
 
 
 def model_of(name):
@@ -131,12 +132,12 @@ def test_layer_decay_lowers_the_schedule_and_its_floor_from_each_layer_to_the_on
     model = model_of("vit_b_16")
     args = schedule_options("cosineannealinglr", epochs=10, opt="adamw", layer_decay=0.65, lr=5e-4, lr_min=1e-5)
     args = args.replaced(norm_weight_decay=0.0)
-    groups = optim.build_parameter_groups(args, model)
+    groups = optim.build_parameter_groups(args.optimization, model)
     decays = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
     assert len(decays) == len(list(model.parameters()))
     assert [decays[part.weight] for part in (model.encoder.ln, model.conv_proj)] == [0.0, 1e-4]
-    optimizer = optim.build_optimizer(args, groups)
-    schedule = optim.LRScheduler(args, optimizer)
+    optimizer = optim.build_optimizer(args.optimization, args.precision, args.model.model, groups)
+    schedule = optim.LRScheduler(args.schedule, optimizer)
     for epoch in random.Random(0).sample(range(10), 10):
         schedule.set_position(epoch, 3, 10)  # not --lr-per-step
         full = 1e-5 + (5e-4 - 1e-5) * (1 + math.cos(math.pi * epoch / 10)) / 2
@@ -153,7 +154,9 @@ def test_no_decay_1d_and_layers_group_as_timm_does(name, decay):
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     found = []
     for groups in (
-        optim.build_parameter_groups(options_of(decay_1d=False, weight_decay=0.3, layer_decay=decay, lr=0.5), model),
+        optim.build_parameter_groups(
+            options_of(decay_1d=False, weight_decay=0.3, layer_decay=decay, lr=0.5).optimization, model
+        ),
         timm.optim.param_groups_layer_decay(model, 0.3, no_weight_decay_list=exempt, layer_decay=decay)
         if decay
         else timm.optim.param_groups_weight_decay(model, 0.3, no_weight_decay_list=exempt),
@@ -170,7 +173,7 @@ def test_no_decay_1d_and_layers_group_as_timm_does(name, decay):
 ])  # fmt: skip
 def test_no_decay_1d_exempts_in_torchvisions_models_what_their_sources_do(name, exempt):
     model = model_of(name)
-    decayed, rest = optim.build_parameter_groups(options_of(decay_1d=False, weight_decay=0.3), model)
+    decayed, rest = optim.build_parameter_groups(options_of(decay_1d=False, weight_decay=0.3).optimization, model)
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert all(names[parameter].endswith("weight") and parameter.ndim > 1 for parameter in decayed["params"])
@@ -191,7 +194,7 @@ REFERENCE_OPTIMIZERS = {
 def test_optimizers_have_torchvisions_constants_and_the_bits_of_a_loop_over_parameters(opt):
     changes = {"momentum": 0.8, **OPTIONS}
     (model, optimizer), (other, _) = classifier(opt, **changes), classifier(opt, **changes)
-    groups = optim.build_parameter_groups(options_of(norm_weight_decay=0.0, **changes), other)
+    groups = optim.build_parameter_groups(options_of(norm_weight_decay=0.0, **changes).optimization, other)
     reference = REFERENCE_OPTIMIZERS[opt](groups, foreach=False)
     train_steps(model, optimizer, range(5))
     train_steps(other, reference, range(5))
@@ -212,8 +215,9 @@ def test_optimizers_have_torchvisions_constants_and_the_bits_of_a_loop_over_para
     ({"opt": "timm/lion", "opt_eps": 1e-3}, "--opt-eps: --opt timm/lion"),  # timm itself leaves it out
 ])  # fmt: skip
 def test_an_optimizer_that_cannot_be_built_or_used_is_refused_in_one_line(changes, words):
+    args = options_of(**changes)
     with pytest.raises(UserError, match=words) as refusal:
-        optim.build_optimizer(options_of(**changes), [{"params": [nn.Parameter(torch.zeros(1))]}])
+        optim.build_optimizer(args.optimization, args.precision, "m", [{"params": [nn.Parameter(torch.zeros(1))]}])
     assert "\n" not in str(refusal.value)
 
 
@@ -258,7 +262,9 @@ def classifier(opt, seed=0, channels_last=False, **changes):
     if channels_last:
         model.to(memory_format=torch.channels_last)
     args = options_of(**{"opt": opt, "lr": 0.01, "weight_decay": 0.05, "norm_weight_decay": 0.0, **changes})
-    return model, optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    return model, optim.build_optimizer(
+        args.optimization, args.precision, args.model.model, optim.build_parameter_groups(args.optimization, model)
+    )
 
 
 def train_steps(model, optimizer, steps):

@@ -12,7 +12,7 @@ from torch import nn
 import train
 from errors import UserError
 from models import gradients, optim
-from models.build import build_model, build_scaler, move_to_device, set_grad_checkpointing, set_up_device
+from models.build import build_model, build_scaler, compile_model, move_to_device, set_grad_checkpointing, set_up_device
 from models.ema import ExponentialMovingAverage
 from monitoring.monitor import read_records
 from run import BareRun
@@ -44,15 +44,18 @@ def random_batches(count, batch_size=32, size_px=32):
 
 
 def losses_of(args, batches):
-    model = move_to_device(small_model().to(batches[0][0].dtype), args, CPU)
-    optimizer = optim.build_optimizer(args, optim.build_parameter_groups(args, model))
+    model = move_to_device(small_model().to(batches[0][0].dtype), args.precision, CPU)
+    compile_model(model, args.precision, args.augmentation)
+    optimizer = optim.build_optimizer(
+        args.optimization, args.precision, args.model.model, optim.build_parameter_groups(args.optimization, model)
+    )
     found = []
 
     class Noted(BareRun):
         def measure(self, loss, output, target, index):
             found.append(loss.detach())
 
-    parts = {"scaler": build_scaler(args, CPU), "run": Noted(model, CPU)}
+    parts = {"scaler": build_scaler(args.precision, CPU), "run": Noted(model, CPU)}
     train.train_one_epoch(model, nn.CrossEntropyLoss(), optimizer, batches, CPU, 0, args, **parts)
     return torch.stack(found), model
 
@@ -116,7 +119,7 @@ def test_amp_computes_in_its_own_type_and_scales_the_loss_in_float16_only():
         args = options(*argv.split())
         train.evaluate_all(args, model, None, nn.CrossEntropyLoss(), {"val": loader}, CPU)
         train.train_one_epoch(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), loader, CPU, 0, args)
-        assert build_scaler(args, CPU).is_enabled() == (types[-1] == torch.float16)
+        assert build_scaler(args.precision, CPU).is_enabled() == (types[-1] == torch.float16)
     assert types == [kind for kind in kinds for _ in range(2)]
 
 
@@ -132,7 +135,7 @@ def test_muon_iterates_in_float32_if_the_run_computes_in_it():
         args = options("--opt", "timm/muon", "--weight-decay", "0", *argv.split())
         parameter = nn.Parameter(start.clone())
         parameter.grad = gradient.clone()
-        optim.build_optimizer(args, [{"params": [parameter]}]).step()
+        optim.build_optimizer(args.optimization, args.precision, args.model.model, [{"params": [parameter]}]).step()
         direction = (start - parameter.detach()) / (0.005 * 0.2 * 16**0.5)
         assert ((direction - expected).norm() < 1e-4) == is_exact
 
@@ -148,7 +151,7 @@ def check_types():
     os.environ.update(LIKE_AVX2)
     for argv, dtype in TYPES.items():
         args, lines = config.on_machine(config.parse_args(f"{argv} --synthetic 64 --device cpu".split()))
-        assert args.amp_dtype == dtype, argv
+        assert args.precision.amp_dtype == dtype, argv
         option = "--amp-dtype float32" if dtype == "float32" else "--amp"
         words = f"{option}: this processor has no bfloat16 instructions"
         assert [line[: len(words)] for line in lines if "bfloat16" in line] == [words] * bool(dtype), (argv, lines)
@@ -191,7 +194,8 @@ def test_all_ranks_and_a_resumed_run_keep_the_type_of_the_first_rank(tmp_path):
 
 def test_tf32_governs_convolutions_and_matrix_products():
     for flag in ("--tf32", "--no-tf32"):
-        set_up_device(options(flag).replaced(distributed=False))
+        args = options(flag)
+        set_up_device(args.precision, args.distributed, args.checkpoint.test_only)
         kinds = {torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision}
         assert (kinds == {"tf32"}) == (flag == "--tf32") == ("tf32" in kinds)
 
@@ -264,8 +268,11 @@ def test_compiled_in_bfloat16_killed_and_resumed_same_bits(runs):
 def test_the_memory_order_of_restored_momenta_is_the_parameters():
     optimizers = []
     for argv in ([], ["--channels-last"]):
-        model = move_to_device(nn.Conv2d(3, 4, 3), options(*argv), CPU)
-        optimizer = optim.build_optimizer(options(), [{"params": list(model.parameters()), "weight_decay": 0.0}])
+        args = options(*argv)
+        model = move_to_device(nn.Conv2d(3, 4, 3), args.precision, CPU)
+        optimizer = optim.build_optimizer(
+            args.optimization, args.precision, "m", [{"params": list(model.parameters()), "weight_decay": 0.0}]
+        )
         model(torch.randn(2, 3, 5, 5)).sum().backward()
         optimizer.step()
         optimizers.append((model, optimizer))

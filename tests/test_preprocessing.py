@@ -195,8 +195,14 @@ def test_a_file_that_torchvision_publishes_is_prepared_as_published(tmp_path):
         assert str(weights) in trained.origin
         evaluated, _ = taken("--test-only", "--model", "efficientnet_b1", "--weights", str(path))
         for args in (trained.args, evaluated):
-            assert (args.val_resize_size, args.val_crop_size) == (published.resize_size[0], published.crop_size[0])
-            assert (args.interpolation, args.mean) == (published.interpolation.value, published.mean)
+            assert (args.augmentation.val_resize_size, args.augmentation.val_crop_size) == (
+                published.resize_size[0],
+                published.crop_size[0],
+            )
+            assert (args.augmentation.interpolation, args.augmentation.mean) == (
+                published.interpolation.value,
+                published.mean,
+            )
 
 
 def test_timms_weights_are_prepared_as_their_tag_says():
@@ -253,33 +259,46 @@ def test_timms_models_are_given_images_as_timms_config_says():
         args, notes = taken("--model", f"timm/{name}")
         expected = timm.data.resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
         size = expected["input_size"][-1]
-        assert (args.mean, args.std) == (list(expected["mean"]), list(expected["std"])), name
-        sizes = (args.train_crop_size, args.val_crop_size, args.val_resize_size, args.interpolation)
+        assert (args.augmentation.mean, args.augmentation.std) == (list(expected["mean"]), list(expected["std"])), name
+        sizes = (
+            args.augmentation.train_crop_size,
+            args.augmentation.val_crop_size,
+            args.augmentation.val_resize_size,
+            args.augmentation.interpolation,
+        )
         assert sizes == (size, size, math.floor(size / expected["crop_pct"]), expected["interpolation"]), name
         assert f"as timm configures timm/{name}" in notes[0]
     args, _ = taken("--model", "timm/vit_base_patch16_clip_224.openai")  # the tag's, and not the default's
-    assert args.mean == list(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai").mean) != [0.5] * 3
-    check_model(args.replaced(distributed=False))
+    assert args.augmentation.mean == list(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai").mean) != [0.5] * 3
+    check_model(args.replaced(is_launched=False))
     args, _ = taken("--model", "timm/test_vit", "--mean", "0.1", "0.2", "0.3", "--val-crop-size", "96")
-    assert (args.mean, args.std) == ([0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
-    assert (args.val_crop_size, args.val_resize_size, args.train_crop_size) == (96, 101, 224)  # 96 / 0.95
+    assert (args.augmentation.mean, args.augmentation.std) == ([0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
+    assert (args.augmentation.val_crop_size, args.augmentation.val_resize_size, args.augmentation.train_crop_size) == (
+        96,
+        101,
+        224,
+    )  # 96 / 0.95
     args, notes = taken("--model", "resnet18", "--std", "1", "1", "1")
-    assert (args.mean, args.std, notes) == ([0.485, 0.456, 0.406], [1.0, 1.0, 1.0], [])
+    assert (args.augmentation.mean, args.augmentation.std, notes) == ([0.485, 0.456, 0.406], [1.0, 1.0, 1.0], [])
 
 
 def test_a_resumed_run_takes_the_checkpoints_and_of_before_the_crop_mode_the_centre(capsys):
     squashing = "timm/convnext_tiny.in12k_ft_in1k_384"
     args, notes = taken("--model", squashing)
-    assert args.crop_mode == "squash"
+    assert args.augmentation.crop_mode == "squash"
     assert "--crop-mode squash" in notes[0]
     args = args.replaced(rank=0, world_size=1)
     shards = {"global_batch_size": 32, "num_shards": 1}
-    theirs = {name: value for name, value in vars(args).items() if name in BY_NAME}
+    theirs = {name: value for name, value in args.flat().items() if name in BY_NAME}
     theirs["mean"] = [0.25, 0.5, 0.75]
     resumed = config.assign(args, {"args": theirs, "shards": shards})
-    assert (resumed.crop_mode, resumed.mean, resumed.std) == ("squash", [0.25, 0.5, 0.75], args.std)
+    assert (resumed.augmentation.crop_mode, resumed.augmentation.mean, resumed.augmentation.std) == (
+        "squash",
+        [0.25, 0.5, 0.75],
+        args.augmentation.std,
+    )
     del theirs["crop_mode"]
-    assert config.assign(args, {"args": theirs, "shards": shards}).crop_mode == "center"
+    assert config.assign(args, {"args": theirs, "shards": shards}).augmentation.crop_mode == "center"
     assert "--crop-mode center: as in the checkpoint" in capsys.readouterr().out
 
 

@@ -244,7 +244,7 @@ def test_a_door_keeps_its_promises(name, images, tmp_path):
 def check_labels(walk, images):
     """The colour of an image is that of its class, and the images are those of the class folders, each once."""
     args, _ = train.resolve(config.parse_args(walk.argv()))
-    for split, dataset in zip(COUNTS, data.build_datasets(*config.split_dirs(args), args), strict=True):
+    for split, dataset in zip(COUNTS, data.build_datasets(*config.split_dirs(args.data.data_path), args), strict=True):
         found = [dataset.index.read(number) for number in range(len(dataset))]
         if walk.door.write is by_pack:
             assert len(found) == sum(COUNTS[split])  # which shrinks its images

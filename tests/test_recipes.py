@@ -4,7 +4,6 @@ import functools
 import re
 import shlex
 import tomllib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,12 +40,12 @@ def argv_of_recipe(name):
 @functools.cache
 def options_by_name(name):
     args = config.parse_args(argv_of_recipe(name))
-    batch = args.global_batch_size or args.batch_size
-    return args.replaced(distributed=False, device="cpu", global_batch_size=batch)
+    batch = args.optimization.global_batch_size or args.optimization.batch_size
+    return args.replaced(is_launched=False, device="cpu", global_batch_size=batch)
 
 
 def needs_timm(args):
-    return any(str(value).startswith("timm/") for value in vars(args).values())
+    return any(str(value).startswith("timm/") for value in args.flat().values())
 
 
 def one_of_each(key, names=RECIPES):
@@ -109,10 +108,10 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
     said = options_of(command)
     args = config.parse_args([*shlex.split(command), "--data-path", "imagenet"])
     for name, text in said.items():
-        value = getattr(args, name.replace("-", "_"))
+        value = args.flat()[name.replace("-", "_")]
         assert value is True if text is True else value == type(value)(text), name
 
-    args = args.replaced(distributed=False, global_batch_size=8 * args.batch_size, device="cpu")
+    args = args.replaced(is_launched=False, global_batch_size=8 * args.optimization.batch_size, device="cpu")
     model = build_without_memory(args, 1000)
     with monkeypatch.context() as patch:  # memory that is not drawn to is never there
         for draw in ("kaiming_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "xavier_uniform_"):
@@ -120,21 +119,21 @@ def test_torchvisions_published_commands_build_what_they_mean(command, monkeypat
         reference = torchvision.models.get_model(said["model"], weights=None)
     shapes = [[(n, p.shape) for n, p in each.named_parameters()] for each in (model, reference)]
     assert shapes[0] == shapes[1]
-    groups = optim.build_parameter_groups(args, model)
+    groups = optim.build_parameter_groups(args.optimization, model)
     decays = {float(value) for name, value in said.items() if "weight-decay" in name or "embedding-decay" in name}
     decays |= set() if "weight-decay" in said else {1e-4}
     assert {group["weight_decay"] for group in groups} <= decays
     assert len(groups) > 1 or "norm-weight-decay" not in said
-    optimizer = optim.build_optimizer(args, groups)
+    optimizer = optim.build_optimizer(args.optimization, args.precision, args.model.model, groups)
     assert type(optimizer) is OPTIMIZERS[said.get("opt", "sgd")]
     assert optimizer.defaults["lr"] == float(said.get("lr", 0.1))
     criterion = build_criterion(args)
     criterion = criterion.criterion if said["model"] == "inception_v3" else criterion
     assert criterion.label_smoothing == float(said.get("label-smoothing", 0))
-    train, _ = presets.build_presets(args)
+    train, _ = presets.build_presets(args.data, args.augmentation)
     policies = [step for step in train.transforms.transforms if type(step) in POLICIES.values()]
     assert [type(step) for step in policies] == ([POLICIES[said["auto-augment"]]] if "auto-augment" in said else [])
-    batch, _ = data.build_batch_transforms(args, 1000)
+    batch, _ = data.build_batch_transforms(args.augmentation, args.precision.channels_last, 1000, torch.device("cpu"))
     assert (batch.erase.p if batch.erase else 0) == float(said.get("random-erase", 0))
     assert isinstance(batch.mix, RandomMix) == ("mixup-alpha" in said)
     if "mixup-alpha" in said:
@@ -154,7 +153,9 @@ def test_every_recipe_resolves_and_says_where_it_is_from():
         assert (recipe["reproduced"] is False) == (name not in ("digits", "imagenette")), name
 
 
-ONE_OF_A_KIND = one_of_each(lambda args: (args.opt, args.lr_scheduler, args.model_ema, needs_timm(args)))
+ONE_OF_A_KIND = one_of_each(
+    lambda args: (args.optimization.opt, args.schedule.lr_scheduler, args.model.model_ema, needs_timm(args))
+)
 
 
 @pytest.mark.parametrize("name", some_slow(RECIPES, {*RECIPES} - {*ONE_OF_A_KIND}))
@@ -178,8 +179,11 @@ def test_expected_accuracies_are_those_of_torchvisions_weights():
         assert (recipe["expected-acc1"], recipe["expected-acc5"]) == (metrics["acc@1"], metrics["acc@5"]), name
         args = config.parse_args(["--recipe", name, "--dry-run"])
         preset = weights.transforms()
-        assert (args.val_resize_size, args.val_crop_size) == (preset.resize_size[0], preset.crop_size[0]), name
-        assert args.interpolation == preset.interpolation.value, name
+        assert (args.augmentation.val_resize_size, args.augmentation.val_crop_size) == (
+            preset.resize_size[0],
+            preset.crop_size[0],
+        ), name
+        assert args.augmentation.interpolation == preset.interpolation.value, name
 
 
 def test_the_list_of_recipes_names_each_once_fits_the_terminal_and_is_filtered(monkeypatch):
@@ -257,27 +261,33 @@ def test_without_timm_the_message_says_what_to_install(monkeypatch):
 # As torchvision puts torch's together, and as timm's script has its own; timm's warm-up is no prefix.
 SCHEDULERS = {
     ("cosineannealinglr", True): lambda sgd, args: CosineAnnealingLR(
-        sgd, args.epochs - args.lr_warmup_epochs, eta_min=args.lr_min
+        sgd, args.schedule.epochs - args.schedule.lr_warmup_epochs, eta_min=args.schedule.lr_min
     ),
-    ("steplr", True): lambda sgd, args: StepLR(sgd, args.lr_step_size, args.lr_gamma),
-    ("multisteplr", True): lambda sgd, args: MultiStepLR(sgd, args.lr_milestones, args.lr_gamma),
+    ("steplr", True): lambda sgd, args: StepLR(sgd, args.schedule.lr_step_size, args.schedule.lr_gamma),
+    ("multisteplr", True): lambda sgd, args: MultiStepLR(sgd, args.schedule.lr_milestones, args.schedule.lr_gamma),
     ("cosineannealinglr", False): lambda sgd, args, **warmup: timm.scheduler.CosineLRScheduler(
-        sgd, args.epochs, lr_min=args.lr_min, **warmup
+        sgd, args.schedule.epochs, lr_min=args.schedule.lr_min, **warmup
     ),
     ("exponentiallr", False): lambda sgd, args, **warmup: timm.scheduler.StepLRScheduler(
-        sgd, 1, args.lr_gamma, warmup_prefix=False, **warmup
+        sgd, 1, args.schedule.lr_gamma, warmup_prefix=False, **warmup
     ),
 }
 
 
 def schedulers_rates(args):
-    sgd, is_torchs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr), args.lr_warmup_prefix
-    warmup = {"warmup_t": args.lr_warmup_epochs, "warmup_lr_init": args.lr * args.lr_warmup_decay}
-    scheduler = SCHEDULERS[args.lr_scheduler, is_torchs](sgd, args, **({} if is_torchs else warmup))
-    if is_torchs and args.lr_warmup_epochs:
-        first = LinearLR(sgd, args.lr_warmup_decay, total_iters=args.lr_warmup_epochs)
-        scheduler = SequentialLR(sgd, [first, scheduler], milestones=[args.lr_warmup_epochs])
-    for epoch in range(args.epochs):
+    sgd, is_torchs = (
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.optimization.lr),
+        args.schedule.lr_warmup_prefix,
+    )
+    warmup = {
+        "warmup_t": args.schedule.lr_warmup_epochs,
+        "warmup_lr_init": args.optimization.lr * args.schedule.lr_warmup_decay,
+    }
+    scheduler = SCHEDULERS[args.schedule.lr_scheduler, is_torchs](sgd, args, **({} if is_torchs else warmup))
+    if is_torchs and args.schedule.lr_warmup_epochs:
+        first = LinearLR(sgd, args.schedule.lr_warmup_decay, total_iters=args.schedule.lr_warmup_epochs)
+        scheduler = SequentialLR(sgd, [first, scheduler], milestones=[args.schedule.lr_warmup_epochs])
+    for epoch in range(args.schedule.epochs):
         yield sgd.param_groups[0]["lr"]
         sgd.step()
         scheduler.step(*[] if is_torchs else [epoch + 1])
@@ -285,49 +295,67 @@ def schedulers_rates(args):
 
 def corners_rates(args):
     """Return the rate of each epoch: a triangle as ffcv's, a trapezium for a cool-down."""
-    if args.lr_scheduler == "wsd":
-        peak, low = args.lr, args.lr * args.lr_warmup_decay
-        corners = [0, args.lr_warmup_epochs, args.epochs - args.lr_cooldown_epochs, args.epochs]
-        return np.interp(range(args.epochs), corners, [low, peak, peak, args.lr_min])
-    return np.interp(range(args.epochs), [0, args.lr_warmup_epochs, args.epochs], [1e-4 * args.lr, args.lr, 0.0])
+    if args.schedule.lr_scheduler == "wsd":
+        peak, low = args.optimization.lr, args.optimization.lr * args.schedule.lr_warmup_decay
+        corners = [
+            0,
+            args.schedule.lr_warmup_epochs,
+            args.schedule.epochs - args.schedule.lr_cooldown_epochs,
+            args.schedule.epochs,
+        ]
+        return np.interp(range(args.schedule.epochs), corners, [low, peak, peak, args.schedule.lr_min])
+    return np.interp(
+        range(args.schedule.epochs),
+        [0, args.schedule.lr_warmup_epochs, args.schedule.epochs],
+        [1e-4 * args.optimization.lr, args.optimization.lr, 0.0],
+    )
 
 
 def rates_of(args):
-    if args.lr_scheduler not in ("linearlr", "wsd") and args.lr_warmup_prefix and args.lr_per_step:
+    if (
+        args.schedule.lr_scheduler not in ("linearlr", "wsd")
+        and args.schedule.lr_warmup_prefix
+        and args.schedule.lr_per_step
+    ):
         return None  # no other code has such a schedule: torch's have none for each step
-    return [args.epochs, *(value for name, value in sorted(vars(args).items()) if name.startswith("lr"))]
+    return [args.schedule.epochs, *(value for name, value in sorted(args.flat().items()) if name.startswith("lr"))]
 
 
 @pytest.mark.parametrize("name", one_of_each(rates_of, [name for name in RECIPES if rates_of(options_by_name(name))]))
 def test_learning_rates_are_the_sources(name):
     args = options_by_name(name)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.lr)
-    lr_scheduler = optim.LRScheduler(args, optimizer)
-    num, rates = (10 if args.epochs < 1000 else 2) if args.lr_per_step else 1, []
-    for part in range(args.epochs * num):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.optimization.lr)
+    lr_scheduler = optim.LRScheduler(args.schedule, optimizer)
+    num, rates = (10 if args.schedule.epochs < 1000 else 2) if args.schedule.lr_per_step else 1, []
+    for part in range(args.schedule.epochs * num):
         lr_scheduler.set_position(*divmod(part, num), num)
         rates.append(optimizer.param_groups[0]["lr"])
-    assert "-fast" not in name or args.lr_warmup_epochs == 2
+    assert "-fast" not in name or args.schedule.lr_warmup_epochs == 2
     # The same schedule over epochs that are cut into so many parts, each of which is one.
     names = ("epochs", "lr_warmup_epochs", "lr_step_size", "lr_cooldown_epochs")
-    counts = {name: getattr(args, name) and getattr(args, name) * num for name in names}
-    cut = SimpleNamespace(**{**vars(args), **counts, "lr_gamma": args.lr_gamma ** (1 / num)})
-    reference = corners_rates if args.lr_scheduler in ("linearlr", "wsd") else schedulers_rates
+    given = vars(args.schedule)
+    counts = {name: given[name] and given[name] * num for name in names}
+    cut = args.replaced(**counts, lr_gamma=args.schedule.lr_gamma ** (1 / num))
+    reference = corners_rates if args.schedule.lr_scheduler in ("linearlr", "wsd") else schedulers_rates
     assert rates == pytest.approx(list(reference(cut)), rel=1e-9, abs=1e-11)
 
 
-AVERAGED = [name for name in RECIPES if options_by_name(name).model_ema]
+AVERAGED = [name for name in RECIPES if options_by_name(name).model.model_ema]
 
 
-@pytest.mark.parametrize("name", one_of_each(lambda args: (args.model_ema_adjust, args.model_ema_decay), AVERAGED))
+@pytest.mark.parametrize(
+    "name", one_of_each(lambda args: (args.model.model_ema_adjust, args.model.model_ema_decay), AVERAGED)
+)
 def test_averages_move_as_the_source_says(name):
     """By torchvision's adjustment with its defaults, which all its recipes have, or by timm's update."""
     args, model = options_by_name(name), nn.Linear(3, 2)
     ours = build_ema(args, model)
-    if args.model_ema_adjust:
-        assert ours.decay == pytest.approx(1 - min(1, 2e-5 * args.global_batch_size * 32 / args.epochs), abs=1e-12)
+    if args.model.model_ema_adjust:
+        assert ours.decay == pytest.approx(
+            1 - min(1, 2e-5 * args.optimization.global_batch_size * 32 / args.schedule.epochs), abs=1e-12
+        )
         return
-    theirs = timm.utils.ModelEmaV2(model, decay=args.model_ema_decay)
+    theirs = timm.utils.ModelEmaV2(model, decay=args.model.model_ema_decay)
     for _ in range(4):
         ours.update_parameters(model)
         theirs.update(model)
@@ -336,7 +364,14 @@ def test_averages_move_as_the_source_says(name):
     assert torch.allclose(ours.module.weight, theirs.module.weight, rtol=1e-4)
 
 
-LOSSES = one_of_each(lambda args: (args.label_smoothing, args.bce_loss, args.bce_target_thresh, needs_timm(args)))
+LOSSES = one_of_each(
+    lambda args: (
+        args.optimization.label_smoothing,
+        args.optimization.bce_loss,
+        args.optimization.bce_target_thresh,
+        needs_timm(args),
+    )
+)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -344,17 +379,20 @@ LOSSES = one_of_each(lambda args: (args.label_smoothing, args.bce_loss, args.bce
 def test_losses_are_the_sources(name, share):
     args, target = options_by_name(name), torch.tensor([3, 1, 4, 1, 5, 9])
     output = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 3
-    criterion = build_criterion(SimpleNamespace(**{**vars(args), "model": "resnet18"}))
+    criterion = build_criterion(args.replaced(model="resnet18"))
     pairs = [(share, target), (1 - share, target.roll(1))]
     mixed = sum(weight * nn.functional.one_hot(hard, 10) for weight, hard in pairs)
     # timm mixes with the images in their opposite order.
-    timms = sum(weight * timm.data.mixup.mixup_target(hard, 10, 1.0, args.label_smoothing) for weight, hard in pairs)
-    if args.bce_loss:
-        expected = timm.loss.BinaryCrossEntropy(target_threshold=args.bce_target_thresh)(output, timms)
+    timms = sum(
+        weight * timm.data.mixup.mixup_target(hard, 10, 1.0, args.optimization.label_smoothing)
+        for weight, hard in pairs
+    )
+    if args.optimization.bce_loss:
+        expected = timm.loss.BinaryCrossEntropy(target_threshold=args.optimization.bce_target_thresh)(output, timms)
     elif needs_timm(args):
         expected = timm.loss.SoftTargetCrossEntropy()(output, timms)
     else:
-        expected = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)(output, mixed)
+        expected = nn.CrossEntropyLoss(label_smoothing=args.optimization.label_smoothing)(output, mixed)
     assert float(criterion(output, mixed)) == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -366,9 +404,11 @@ def test_mobilenets_have_the_batchnorm_decay_and_operations_of_googles_files(siz
     model = build_without_memory(args, 1000)
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     assert {(round(1 - norm.momentum, 9), norm.eps) for norm in norms} == {(momentum, eps)}
-    still = [group["params"] for group in optim.build_parameter_groups(args, model) if not group["weight_decay"]]
+    still = [
+        group["params"] for group in optim.build_parameter_groups(args.optimization, model) if not group["weight_decay"]
+    ]
     assert {id(p) for params in still for p in params} == {id(p) for norm in norms for p in norm.parameters()}
-    policy = presets.build_presets(args)[0].policy.transforms[0].policy
+    policy = presets.build_presets(args.data, args.augmentation)[0].policy.transforms[0].policy
     assert {(op.name, op.prob) for op in policy.ops} >= {("Invert", prob), ("SolarizeAdd", prob)}
     assert (len(policy.ops), policy.num_layers) == (15, 2)  # Google's sixteen but Cutout
     assert {min(op.magnitude, op.magnitude_max or 10) for op in policy.ops} == {magnitude}
@@ -378,7 +418,8 @@ def test_fast_crops_grow_as_in_ffcv():
     ramps = {16: (11, 13), 24: (17, 20), 32: (23, 27), 40: (29, 34), 56: (41, 48), 88: (65, 76)}
     for epochs, (first, last) in ramps.items():
         for model in ("resnet18", "resnet50"):
-            train, evaluation = presets.build_presets(options_by_name(f"{model}-fast{epochs}"))
+            args = options_by_name(f"{model}-fast{epochs}")
+            train, evaluation = presets.build_presets(args.data, args.augmentation)
             between = [int(np.round(np.interp(epoch, [first, last], [160, 192]) / 32)) * 32 for epoch in range(epochs)]
             assert [train.size_at(epoch) for epoch in range(epochs)] == between
             assert (between[0], between[-1]) == (160, 192)

@@ -212,7 +212,7 @@ def test_an_object_that_changed_and_a_server_without_ranges_are_refused(server, 
 def test_an_address_that_cannot_be_is_one_line_without_its_secrets(url, words):
     args = config.parse_args(["--data-path", url])
     with pytest.raises(UserError, match=re.escape(words)) as caught:
-        data.build_datasets(*config.split_dirs(args), args)
+        data.build_datasets(*config.split_dirs(args.data.data_path), args)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
 

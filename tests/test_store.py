@@ -48,7 +48,7 @@ def folder(tmp_path):
 
 def test_the_clock_asks_after_its_minutes_and_counts_from_the_last_save(tmp_path, monkeypatch):
     argv = ["--synthetic", "--checkpoint-minutes", "2", "--output-dir", str(tmp_path / "a")]
-    manager = CheckpointManager.of_options(config.parse_args(argv))
+    manager = CheckpointManager.of_options(config.parse_args(argv).checkpoint)
 
     def is_due(now_s, manager=manager):
         monkeypatch.setattr(time, "monotonic", lambda: now_s)

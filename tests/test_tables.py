@@ -60,8 +60,8 @@ def test_a_loss_has_a_name(words, kind, is_bce):
     args = parse(*words.split())
     criterion = build_criterion(args)
     assert type(criterion).__name__ == kind
-    assert args.bce_loss is is_bce  # as in checkpoints and recipes of either spelling
-    assert criterion.label_smoothing == args.label_smoothing
+    assert args.optimization.bce_loss is is_bce  # as in checkpoints and recipes of either spelling
+    assert criterion.label_smoothing == args.optimization.label_smoothing
 
 
 @pytest.mark.parametrize("words", [
@@ -134,10 +134,10 @@ def test_a_schedule_has_its_rate_at_every_edge(name, warmup, method, more):
         for epoch in (edge - 1e-6, edge):
             if 0 <= epoch < warmup:
                 share = 0.02 + 0.98 * epoch / warmup * (method == "linear")
-                assert lr_at(args, epoch, 0.5) == pytest.approx(0.5 * share, abs=1e-12)
+                assert lr_at(args.schedule, epoch, 0.5) == pytest.approx(0.5 * share, abs=1e-12)
             elif 0 <= epoch < 14:
                 share = SHARES[name](epoch - begin, 14 - begin)
-                assert lr_at(args, epoch, 0.5) == pytest.approx(least + (0.5 - least) * share, abs=1e-12)
+                assert lr_at(args.schedule, epoch, 0.5) == pytest.approx(least + (0.5 - least) * share, abs=1e-12)
 
 
 def sklearns():
@@ -186,7 +186,8 @@ def test_a_metric_is_that_of_other_code_over_any_split_into_batches(name):
 
 @pytest.mark.parametrize("name", [*POLICIES, "timm/rand-m7-mstd0.5-inc1"])
 def test_a_policy_draws_its_pixels_from_the_seed_and_the_images_place_alone(name):
-    policy = build_presets(parse("--auto-augment", name))[0].policy
+    args = parse("--auto-augment", name)
+    policy = build_presets(args.data, args.augmentation)[0].policy
     image = Image.fromarray(numpy.random.default_rng(4).integers(0, 256, (24, 24, 3), dtype=numpy.uint8))
 
     def pixels(place, seed=0):

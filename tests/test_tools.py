@@ -100,7 +100,11 @@ def test_a_runs_last_checkpoints_are_averaged(started, tmp_path):
         mean = numpy.mean([state[name].numpy() for state in states], axis=0, dtype="float64")
         assert numpy.array_equal(tensor.numpy(), mean.astype(tensor.numpy().dtype)), name
     trained = open_trained(str(output))
-    assert (trained.args.model, trained.args.val_crop_size, len(trained.classes)) == ("timm/tiny_test", 32, 3)
+    assert (trained.args.model.model, trained.args.augmentation.val_crop_size, len(trained.classes)) == (
+        "timm/tiny_test",
+        32,
+        3,
+    )
     assert torch.load(output, weights_only=True)["averaged"] == list(map(str, paths))
     argv = [*started.argv, "--epochs", 1]
     run_train(tmp_path, *argv, "--output-dir", tmp_path / "next", "--weights", output).check()
@@ -117,8 +121,8 @@ def test_the_average_of_one_file_is_that_file_in_our_form(tmp_path):
     for name, sizes in (("torchvisions", (192, 200)), ("examples", (224, 256))):
         run(tmp_path, "average", tmp_path / f"{name}.pth", "--output", tmp_path / "ours.pth").check()
         trained = open_trained(str(tmp_path / "ours.pth"))
-        assert trained.args.model == "mnasnet0_5"
-        assert (trained.args.val_crop_size, trained.args.val_resize_size) == sizes
+        assert trained.args.model.model == "mnasnet0_5"
+        assert (trained.args.augmentation.val_crop_size, trained.args.augmentation.val_resize_size) == sizes
         assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in trained.model.state_dict().items())
 
 
@@ -319,10 +323,10 @@ def test_what_is_healthy_is_what_training_and_evaluation_can_load(tmp_path, opti
     for backend in ([], ["--backend", "pil"]):
         argv = ["--data-path", str(tmp_path), "--train-crop-size", "24", "--val-crop-size", "24", *options, *backend]
         args, failed = config.parse_args(argv), set()
-        for dataset in data.build_datasets(*config.split_dirs(args), args):
+        for dataset in data.build_datasets(*config.split_dirs(args.data.data_path), args):
             for number in range(len(dataset)):
                 try:
-                    assert dataset.load(number)[0].shape == (args.in_chans, 24, 24)
+                    assert dataset.load(number)[0].shape == (args.data.in_chans, 24, 24)
                 except ImageError:
                     failed.add(dataset.index.path(number))
         assert failed == damaged

@@ -208,7 +208,7 @@ def run_command(main, parse, refusals, words):
         "different": trained,
         "altered": not {*trained} <= {*COLOURS},  # as erasing, mixing and policies do
         "deterministic": True in modes,  # ours sets it back
-        **read_checkpoint(Path(args.output_dir or "nowhere") / "checkpoint.pth"),
+        **read_checkpoint(Path(getattr(args, "checkpoint", args).output_dir or "nowhere") / "checkpoint.pth"),
         "cached": len([*Path(os.environ["HOME"], ".torch").rglob("*.pt")]),
     }
 

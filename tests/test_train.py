@@ -191,7 +191,15 @@ for more in ["--stop-epoch=1"], ["--resume=auto"], ["--resume=out/checkpoint.pth
         train.main(config.parse_args([*options, *more]))
     except train.PreemptedError as stop:
         print(stop)
+files = {name: str(getattr(module, "__file__", "")) for name, module in list(sys.modules.items())}
+print("imported:", *(name for name, path in files.items() if path.startswith(sys.argv[2])))
 """
+
+
+def reading_list():
+    """Return the names of the modules that CONTRIBUTING.md says to read for a plain run, without their folders."""
+    table = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("| lines entered |")[2].partition("\n\n")[0]
+    return set(re.findall(r"(\w+)(?:\.py)?`", table))
 
 
 def test_a_plain_run_needs_no_module_behind_a_door(image_folder, tmp_path):
@@ -202,10 +210,12 @@ def test_a_plain_run_needs_no_module_behind_a_door(image_folder, tmp_path):
     for path in paths - doors():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / path, tmp_path / path)
-    command = [sys.executable, "-c", PLAIN_RUN, image_folder]
+    command = [sys.executable, "-c", PLAIN_RUN, image_folder, tmp_path]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^Test: Acc@1 .* n=7$", done.stdout, flags=re.M)) == 3, done.stdout
+    imported = {name.rpartition(".")[2] for name in done.stdout.rpartition("imported: ")[2].split()}
+    assert imported - {path.parent.name for path in tmp_path.glob("*/__init__.py")} <= reading_list()
 
 
 def test_train_py_stays_small():

@@ -224,11 +224,14 @@ def test_without_augmentation_training_images_are_those_of_an_evaluation():
     argv = f"--data-path d --device cpu --workers 0 --backend pil --no-augment --crop-ramp-epochs 0 1 {sizes} {others}"
     args, lines = config.on_machine(config.parse_args(argv.split()))
     assert sum(line.endswith("no effect without --augment") for line in lines) == 6
-    train, image = presets.build_presets(args)[0], picture(67, 45)
+    train, image = presets.build_presets(args.data, args.augmentation)[0], picture(67, 45)
     for epoch, (resized, crop) in enumerate([(16, 14), (32, 28)]):
         expected = tv.Compose([tv.Resize(resized), tv.CenterCrop(crop), tv.PILToTensor()])(image)
         assert torch.equal(train.at(epoch).load(encoded(image, "PNG"), Draws(0)), expected)
-    assert data.build_batch_transforms(args, 10)[0].erase is None
+    assert (
+        data.build_batch_transforms(args.augmentation, args.precision.channels_last, 10, torch.device("cpu"))[0].erase
+        is None
+    )
 
 
 # The first numbers of splitmix64 from the state 0, as published with it (Vigna, splitmix64.c).

@@ -324,8 +324,15 @@ def test_a_checkpoint_of_timms_script_is_of_timms_model_for_tools_and_runs(name,
     for is_average, expected in ((False, model.eval()), (True, average.module.eval())):
         trained = open_trained(str(path), is_average=is_average)
         args = trained.args
-        assert (args.model, args.mean, args.interpolation) == (f"timm/{name}", [*known["mean"]], known["interpolation"])
-        assert (args.val_crop_size, args.val_resize_size) == (size, int(size / known["crop_pct"]))
+        assert (args.model.model, args.augmentation.mean, args.augmentation.interpolation) == (
+            f"timm/{name}",
+            [*known["mean"]],
+            known["interpolation"],
+        )
+        assert (args.augmentation.val_crop_size, args.augmentation.val_resize_size) == (
+            size,
+            int(size / known["crop_pct"]),
+        )
         assert torch.equal(trained.model(image), expected(image))
     with pytest.raises(UserError, match=f"{path.name} holds the raw weights of timm/{name}"):
         open_trained(str(path), model="resnet18")
