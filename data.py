@@ -269,6 +269,7 @@ def _limited(source: Source, num_images: int | None, flag: str) -> Source:
 def check_classes(dataset: IndexedImageFolder, dataset_test: IndexedImageFolder) -> None:
     """Raise UserError if the classes of two sets differ."""
     here, there = dataset.classes, dataset_test.classes
+    # A label is a place among the classes' names: a folder too many in val/ shifts all labels after it.
     if here != there:
         names = ", ".join(sorted(set(here) ^ set(there))[:3]) or "the same names in another order"
         sizes = f"{dataset.root} has {len(here)} classes and {dataset_test.root} has {len(there)}"
@@ -419,6 +420,7 @@ def note_files(name: str, source: Source, data_options: DataOptions, rank: int, 
         from loading.packed import check_pack
 
         check_pack(source.where, pack, exif=data_options.exif, grey_range=data_options.grey_range)
+    # By one process: every rank of a large job would read the same files only to have its line suppressed.
     if data_options.synthetic is None and rank == 0:
         how = Decoding(exif=data_options.exif, grey_range=data_options.grey_range)
         # In a child, as nothing ends a read from a disk that hangs, and the start would hang with it.
@@ -483,6 +485,7 @@ def build_train_sampler(
     if dataset is None:
         return None
     shards = build_shards(optimization, distributed)
+    # For callers of `load_data`: `main` has checked its processes already, by `check_shards`.
     shards.check(needs_same_bits=False)
     repetitions = augmentation.ra_reps if augmentation.ra_sampler else 1
     if augmentation.ra_sampler and distributed.num_shards == 1:
@@ -515,7 +518,8 @@ def start_loaders(
     Raises:
         StorageError: the processes cannot be started.
     """
-    # One set of processes for all: training waits while a set is evaluated, and its processes would idle in memory.
+    # One set of processes for all sets, as training waits while one is evaluated: with two sets --workers 2 was four
+    # processes, of which two idled in about 100 MiB of memory each.
     first, *others = [dataset for dataset in datasets if dataset is not None]
     loader = build_loader(first, None, data_options, augmentation, optimization, device)
     loaders = iter([loader, *map(loader.sharing_workers, others)])
@@ -572,6 +576,7 @@ class DeviceLoader:
 
     def numbers(self) -> Iterator[Tensor]:
         """Yield the numbers in the set of each batch's images, in the order of the batches."""
+        # From the sampler once more: through the loader's processes they would be a third column of every batch.
         for keys in self.loader.batch_sampler:
             yield torch.tensor(keys)
 

@@ -82,6 +82,7 @@ def draw_box(height: int, width: int, smallest: float, draws: Draws | TorchDraws
         box_height = round(math.sqrt(area / ratio))
         if 0 < box_width <= width and 0 < box_height <= height:
             top_bits, left_bits = draws.pair()
+            # By the remainder, as torch.randint does it, so that the same numbers give the same place.
             return top_bits % (height - box_height + 1), left_bits % (width - box_width + 1), box_height, box_width
     # Ten boxes did not fit: as much of the centre as the ratios allow.
     box_height = min(height, round(width / _RATIOS[0]))
@@ -157,6 +158,7 @@ class _Preset:
 
     def _resize(self, image: Picture) -> Picture:
         _, height, width = functional.get_dimensions(image)
+        # Pillow always smooths; tensors were resized without, by torchvision's default before 0.17.
         return functional.resize(image, self._resized(height, width), self.interpolation, antialias=True)
 
     def _cut(self, image: Picture) -> Picture:
@@ -166,6 +168,7 @@ class _Preset:
             rows = max(self.crop_size - height, 0)
             columns = max(self.crop_size - width, 0)
             padding = [columns // 2, rows // 2, columns - columns // 2, rows - rows // 2]
+            # Version 1 fills a tensor with one number, and the mean has a number for each channel.
             image = v2.functional.pad(image, padding, [round(255 * value) for value in self.mean])
         return functional.center_crop(image, self.crop_size)
 

@@ -82,6 +82,7 @@ class BareRun(Steps):
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         world_size = collectives.get_world_size()
+        # A plain loader decides how many images a batch has, so there is no global batch to divide.
         shards = VirtualShards(0, world_size, collectives.get_rank(), world_size)
         super().__init__(ShardedStep(model, shards, device=device), Tally([Accuracy()]))
         self.steps_per_epoch = 0
@@ -261,6 +262,7 @@ class Run(Steps):
         num_steps = self.args.schedule.epochs * self.state.steps_per_epoch
         rate = self.monitor.images_per_s
         left_s = (num_steps - self.state.step) * self.args.optimization.global_batch_size / rate if rate else None
+        # A moment and no age, since other machines read the file, which is renewed every 20 s, at any time.
         moved_s = round(time.time() - watchdog.idle_s, 3)
         return {"steps": num_steps, "images_per_s": rate, "left_s": left_s, "progress": moved_s}
 
@@ -294,6 +296,7 @@ class Run(Steps):
         """Yield the epochs that are left to train or to evaluate; then report how the run ended. Collective."""
         schedule = self.args.schedule
         for epoch in range(self.state.epoch, schedule.epochs):
+            # Before `start_epoch`: saved as the next epoch's start, a stop lost the record of the last evaluation.
             if cause := self.decisions.decide().stop:
                 self.stop(cause)
             if reason := self.why_stopped_early():

@@ -42,6 +42,7 @@ class RandomErasing:
             ratio = math.exp(rng.uniform(math.log(self.RATIO[0]), math.log(self.RATIO[1])))
             box_height = round(math.sqrt(area * ratio))
             box_width = round(math.sqrt(area / ratio))
+            # Below and not up to the side, as in torchvision and timm: no rectangle spans a whole side.
             if box_height < height and box_width < width:
                 return rng.randint(0, height - box_height), rng.randint(0, width - box_width), box_height, box_width
         return 0, 0, 0, 0
@@ -125,6 +126,7 @@ def _soft_targets(target: Tensor, num_classes: int, share: Tensor, rest: Tensor)
     """Return (B, num_classes) float32 targets: `share` of the image's own class, `rest` of its neighbour's."""
     if target.ndim != 2:
         target = one_hot(target, num_classes)
+    # In bfloat16 a target of 0.2005 would be 0.2, and no longer above --bce-target-thresh 0.2.
     target = target.to(torch.float32)
     return target * share + target.roll(1, 0) * rest
 

@@ -76,6 +76,7 @@ class SmoothedValue:
 
     def synchronize_between_processes(self) -> None:
         """Make `total`, `count` and `global_avg` those of all processes. Collective: every rank must call it."""
+        # The window stays this process's own, of which torchvision's docstring warns too.
         self._total, count = reduce_across_processes([self.total, self.count]).tolist()
         self._count = int(count)
 
@@ -277,6 +278,7 @@ def init_distributed_mode(args: Any) -> None:
     args.gpu = collectives.choose_gpu(launch, args.device)
     args.dist_backend = collectives.choose_backend(args.device)
     setup_for_distributed(args.rank == 0)
+    # 30 minutes, as --dist-timeout has them: torch's own limits are 30 for gloo, and 10 for NCCL.
     place = DistributedOptions(
         device=args.device, world_size=args.world_size, dist_url=args.dist_url, rank=args.rank, gpu=args.gpu,
         is_launched=args.distributed, dist_timeout=getattr(args, "dist_timeout", 30),

@@ -128,6 +128,7 @@ def build_metrics(args: Parsed, num_classes: int) -> list[Metric]:
             CURVES.update(metric.curves)
             metrics.append(metric)
     known = ["loss", *(name for metric in metrics for name in metric.curves)]
+    # Before training: that no evaluation gives the value would show after the first epoch, perhaps hours later.
     if args.checkpoint.best_metric not in known and not args.checkpoint.test_only:
         raise UserError(
             f"--best-metric {args.checkpoint.best_metric} is not among --metrics; there are {', '.join(known)}"
@@ -185,6 +186,7 @@ class Tally:
         rest = iter(numbers)
         values = {}
         for metric in self.metrics:
+            # A rank may have no batch of a small set, and its own line must not divide by zero.
             values |= metric.compute(list(itertools.islice(rest, metric.num_sums)), max(int(count), 1))
         return values, int(count)
 
@@ -193,6 +195,7 @@ class Tally:
 
         Those are of all batches since the processes last gathered theirs.
         """
+        # Rows are kept, not their sum: the processes still have to add all batches in one order.
         rows = self._read()
         self._local.append(rows)
         values, count = self._compute(rows.sum(dim=0))

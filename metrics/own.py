@@ -10,7 +10,7 @@ from loading.on_device import one_hot
 from metrics import Metric
 from settings.options import AugmentationOptions
 
-# Names of fields of records that no metric may have.
+# A record is one dictionary: a metric of such a name would replace the record's own field, as step or lr.
 RESERVED = {"kind", "step", "epoch", "images", "n", "lr", "hours", "time", "grad_norm", "weight_norm", "world_size"}
 
 

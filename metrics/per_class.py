@@ -62,6 +62,7 @@ class F1(_PerClass):
     def compute(self, sums: list[float], count: int) -> dict[str, float]:
         """Return both means."""
         hits, predicted, labels = numpy.reshape(sums, (3, -1))
+        # As 2 TP / (2 TP + FP + FN): precision itself would divide by zero for a class that is never predicted.
         both = predicted + labels
         each = 200 * hits[both > 0] / both[both > 0]
         return {"f1": float(each.sum()) / max(len(each), 1), "f1_micro": 200 * float(hits.sum()) / max(both.sum(), 1)}

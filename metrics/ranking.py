@@ -67,12 +67,14 @@ class MeanAveragePrecision(Metric):
         """Keep the scores and the (B, num_classes) targets of a batch."""
         if not isinstance(output, Tensor):
             output = output[0]
+        # Left on the device: a copy to the host in each batch would make the host wait for the batch.
         self._rows.append(torch.cat([output.float(), target.float()], dim=1))
 
     def gather(self) -> dict[str, float]:
         """Return the mean over all images since the last call. Collective."""
         # A process may have no batch of a small set, and still takes part.
         rows = torch.cat(self._rows).cpu() if self._rows else torch.zeros(0, 2 * self.num_classes)
+        # Each process holds all of them: 50,000 images x 1,000 classes x 2 numbers x 4 bytes = 400 MB.
         scores, targets = torch.cat(all_gather(rows)).numpy().T.reshape(2, self.num_classes, -1)
         self._rows = []
         if numpy.isnan(scores).any():  # which have no order

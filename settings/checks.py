@@ -37,6 +37,7 @@ from settings.stages import Parsed
 def validate(args: Parsed) -> None:
     """Raise UserError for the first option that cannot be used, as far as that shows before a device is touched."""
     values = args.flat()
+    # Not left to argparse: recipes, checkpoints and a script's namespace bring values that no parser has seen.
     for name, option in BY_NAME.items():
         _check_value(option, values[name])
     check_names(args)
@@ -49,6 +50,7 @@ def remarks(args: Parsed) -> list[str]:
     """Return a line about each option that has no effect in this run, and about those that are seldom meant so."""
     lines = []
     values = args.flat()
+    # Only what is not the default: the recipe that a run writes holds the defaults too, which nobody meant.
     for name, option in BY_NAME.items():
         if values[name] != option.default and (why := option.why_idle(values)):
             lines.append(f"{option.flag} has no effect {why}")
@@ -107,6 +109,7 @@ def check_data(start: StartOptions, data: DataOptions) -> None:
     if data.data_path is None and data.synthetic is None and not start.dry_run:
         raise UserError("--data-path is needed: a folder with train/ and val/; or --synthetic, to run without data")
     for extension in data.extensions or ():
+        # Names are compared by their ends, so that jpg without its dot would also take a file named mapjpg.
         if extension[0] != ".":
             raise UserError(f"--extensions {extension}: expected a dot and letters, such as .avif")
 
@@ -114,6 +117,7 @@ def check_data(start: StartOptions, data: DataOptions) -> None:
 def check_batch(optimization: OptimizationOptions) -> None:
     """Check that micro-batches make up the global batch; `assign` counts them."""
     total, each = optimization.global_batch_size, optimization.batch_size
+    # A smaller micro-batch would weigh its images more: the gradient is the mean of the micro-batches' means.
     if total is not None and total % each:
         nearest = max(total // each, 1) * each
         raise UserError(f"--global-batch-size {total} is not a multiple of --batch-size {each}; give {nearest}")
@@ -198,6 +202,7 @@ def check_class_weights(optimization: OptimizationOptions) -> None:
     weights, loss = optimization.class_weights, optimization.criterion
     if weights is None:
         return
+    # The loss, which reads the file, is built after the data is opened, on a network disk minutes later.
     if weights != "balanced" and not os.path.isfile(weights):
         remedy = "give balanced, or a list with the columns class and weight"
         raise UserError(f"--class-weights {weights}: no such file; {remedy}")
@@ -253,6 +258,7 @@ def check_modes(augmentation: AugmentationOptions, precision: PrecisionOptions) 
     """Check that one sampler sets the order, and that nothing is chosen by timing where bits must repeat."""
     if augmentation.balanced_sampler and augmentation.ra_sampler:
         raise UserError("--balanced-sampler and --ra-sampler both set the sampling order; give only one of them")
+    # Timings differ from start to start, and another kernel adds in another order: a resumed run would diverge.
     if precision.use_deterministic_algorithms and (precision.compile or "").startswith("max-autotune"):
         why = "chooses kernels by timing them, which --use-deterministic-algorithms forbids"
         raise UserError(f"--compile {precision.compile} {why}; use --compile default")
@@ -277,6 +283,7 @@ def check_start(model: ModelOptions, checkpoint: CheckpointOptions) -> None:
         raise UserError("--test-only needs something to evaluate: --weights NAME|FILE or --resume PATH")
     if model.ema:
         _check_average(model.weights)
+    # The default folder bears the model's name, which an evaluation takes from the checkpoint in that folder.
     if checkpoint.test_only and checkpoint.resume == "auto" and checkpoint.output_dir is None:
         raise UserError("--test-only --resume auto needs --output-dir, the folder to look in")
 
@@ -285,6 +292,7 @@ def _check_average(weights: str | None) -> None:
     """Refuse `--ema` without a file that may hold an average."""
     trouble = "is not given"
     if weights:
+        # Published weights by name hold one set of weights; only a checkpoint's file holds the average beside them.
         if weights.startswith("hf-hub:") or os.path.isfile(weights):
             return
         trouble = f"{weights} is not there or no file"
@@ -309,6 +317,7 @@ def check_interpolation(data: DataOptions, augmentation: AugmentationOptions) ->
         # A policy rotates and shears; AugMix works on tensors with either backend.
         known = on_images
         if data.backend == "tensor" or augmentation.auto_augment == "augmix":
+            # torchvision's affine and rotate refuse any other mode for tensors, though its resize takes four.
             known = {"nearest", "bilinear"}
         needed_by = f"--auto-augment {augmentation.auto_augment}"
     given = augmentation.interpolation
@@ -320,6 +329,7 @@ def check_output_dir(
     start: StartOptions, data: DataOptions, model: ModelOptions, checkpoint: CheckpointOptions
 ) -> None:
     """Refuse an output folder among the class folders: every folder there is a class."""
+    # By real paths: a run's folder behind a link into train/ would be a class of the next scan as well.
     folder = os.path.realpath(checkpoint.output_dir or default_folder(model.model))
     if not data.data_path or checkpoint.test_only or start.dry_run:
         return

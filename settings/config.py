@@ -140,6 +140,7 @@ def resolve(
         "typed": sorted(typed),
         "code": _hash_own(values),
     }
+    # Acc@1, the default, is not computed for several labels: no one class of an image could be right.
     if values["multi_label"] and "best_metric" not in names:
         values["best_metric"] = "map"
     trusted = {text for name, text in own_code(values) if name in typed}
@@ -173,6 +174,7 @@ def _trust(value: Any, trusted: Collection[str]) -> Any:
 
 def _hash_own(values: dict[str, Any]) -> str:
     """Return the hashes of the files that options name and that change numbers."""
+    # As own code, these files may be edited under the same name, and a resumed run would train by others.
     weights = [(name, values[name]) for name in ("class_weights", "teacher") if os.path.isfile(values[name] or "")]
     files = [*own_code(values), *weights]
     if not files:
@@ -187,6 +189,7 @@ def _choose_loss(values: dict[str, Any], typed: Collection[str]) -> dict[str, An
 
     Of a command line and a recipe that differ the command line's counts.
     """
+    # Checkpoints and recipes of before --criterion hold bce_loss, and a resumed run compares options by value.
     criterion = values.get("criterion")
     if criterion is None:
         return values
@@ -217,7 +220,8 @@ def on_machine(args: Parsed) -> tuple[Resolved, list[str]]:
 
     UserError if the device is not there, or the launcher's variables are incomplete.
     """
-    from distributed import collectives  # not above: help need not wait for torch
+    # Not above: importing torch takes 1.5 s, and --help or a mistyped option is answered in 0.04 s without it.
+    from distributed import collectives
 
     launch = collectives.read_rank(args.distributed.world_size, args.distributed.dist_url)
     device = find_device(args.distributed.device)
@@ -267,6 +271,7 @@ def agree_on_type(args: Resolved, trained: dict | None) -> Resolved:
     """
     from distributed import collectives
 
+    # Nodes may have unlike processors, of which each would choose a type of its own for the same gradients.
     ours = collectives.call_on_master(lambda: args.precision.amp_dtype)
     args = args.replaced(amp_dtype=ours)
     if trained is None:
@@ -295,6 +300,7 @@ def as_trained(args: Options, trained: dict) -> tuple[Options, list[str]]:
         raise UserError(f"the checkpoint's model is {args.model.model}, {options.WHY_TYPED}")
     if own_loss and args.optimization.criterion is None:
         lines.append(f"evaluating with cross-entropy; give --criterion {own_loss} for the checkpoint's own loss")
+    # Runs of before version 1.0 had --decoder; TorchCodec's pixels of that day were not Pillow's (docs/LOG.md).
     if trained.get("decoder") == "torchcodec":
         lines.append("the checkpoint's run decoded with TorchCodec; Pillow's pixels may differ by a grey level")
     if slow := slow_type(args):
@@ -322,6 +328,7 @@ def _with_options_of(args: Options, trained: dict, names: Sequence[str]) -> tupl
         words = " ".join(map(str, value)) if isinstance(value, list) else value
         lines.append(one_line(f"{option.flag} {words}: as in the checkpoint"))
     args = args.replaced(**changes)
+    # Checked once more as a whole: each value may be valid, and contradict one of the command line.
     validate(args)
     return args, lines
 

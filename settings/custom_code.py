@@ -61,6 +61,7 @@ def parse_kwargs(texts: Sequence[str] | None) -> dict[str, Any]:
         # As in timm, whose --model-kwargs take literals of Python: 8, 0.5, (7, 7), and else text.
         try:
             found[key] = ast.literal_eval(value)
+        # All errors that Python's documentation names: the last two are of values that nest too deep.
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             found[key] = value
     return found

@@ -52,6 +52,7 @@ def find_torchcodec() -> str:
 
 def fast_decoder(data_options: DataOptions) -> str:
     """Return `find_torchcodec` where loader processes use it: for Pillow's pixels resized by our own way."""
+    # Its C library writes about each shortened file to standard error, which goes nowhere in loader processes alone.
     is_used = data_options.workers and data_options.backend is None and data_options.synthetic is None
     return find_torchcodec() if is_used else ""
 

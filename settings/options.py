@@ -253,6 +253,7 @@ class OptimizationOptions:
              "(default: --batch-size x processes of the first start)")
     eval_batch_size: int | None = option(at_least=1, at_most=1 << 24,
         help="images that a process evaluates at once; results differ by rounding (default: --batch-size)")
+    # torch's CPU generator reads the low 32 bits of a seed alone: s + 2**32 would shuffle the images as s does.
     seed: int = option(0, at_least=0, at_most=(1 << 32) - 1,
         help="seed of every random number: weights, order, augmentation, mixing, dropout")
     opt: str = option("sgd", metavar="NAME", type=lower, resume="the checkpoint's state fits no other optimizer",

@@ -116,6 +116,7 @@ class OtherCommand:
 
     def _adapt_timms(self) -> None:
         """Name timm's models and optimizers as here, and leave out the colour jitter that timm leaves out."""
+        # torchvision has models of the same names, such as resnet50, whose weights and details are others.
         for flag in {"--model", "--opt"} & self.given.keys():
             name = self.given[flag][0]
             # Not to a name that says where it is from: hf-hub:..., timm/..., FILE.py:FUNCTION.
@@ -131,6 +132,7 @@ class OtherCommand:
         """Fill in `options` from the given flags and those that timm's defaults come to."""
         flags = dict(self.given)
         if self.is_timms:
+            # timm's defaults differ from ours, so that the same flags without them would train another run.
             for flag, values in self._implied().items():
                 flags.setdefault(flag, values)
         first = [flag for flag in flags if flag not in _COMPUTED]
@@ -173,12 +175,14 @@ class OtherCommand:
             # `--torchcompile inductor`: only such a word is its value, for the next one may be the data path.
             if not values and words and re.fullmatch(DATA["optional"].get(flag, "(?!)"), words[0]):
                 values = [words.pop(0)]
+            # As in argparse, -1 and -.5 are values where no option is named by a number.
             while words and len(values) < number and not re.match("-[^0-9.]", words[0]):
                 values.append(words.pop(0))
             yield flag, values
 
     def _spell_out(self, flag: str) -> str:
         """Return the whole flag that is meant, if it is written with underscores or cut short."""
+        # ConvNeXt's script writes --data_path where timm's and DeiT's have --data-path.
         dashed = flag.replace("_", "-")
         if flag in FLAGS or flag in self.known:
             return flag
@@ -210,6 +214,7 @@ class OtherCommand:
         # timm's train.py: the square root for adaptive optimizers, which it knows by these letters of their names.
         scaling = "sqrt" if "ada" in optimizer or "lamb" in optimizer else "linear"
         words = [words for flags, words in DATA["implied"].items() if self.said.intersection(flags.split("|"))]
+        # timm's optimizers spare biases and norms from the decay; torchvision's script by default decays all.
         text = " ".join([*words, "--no-decay-1d"]).replace("SCALE", scaling)
         return dict(self._groups(text.split()))
 
@@ -222,6 +227,7 @@ class OtherCommand:
             row = OtherFlag([], "", f"--data-path {shlex.quote(flag)}", "")
         if row is None:
             self.is_understood = False
+            # Of other scripts' flags only those that do something here, or the hint would lead to a dead end.
             there = [name for name, other in FLAGS.items() if other.here.startswith("--")]
             return f"is unknown{did_you_mean(flag, [*self.known, *there])}"
         special = DATA["with"].get(flag, {})
@@ -299,7 +305,7 @@ class OtherCommand:
         batch = int(known["batch_size"]) * read_launch().world_size
         if flag == "--grad-accum-steps":
             return ["--global-batch-size", str(batch * int(value))]
-        if flag == "--decay-milestones":  # before which timm's rate falls by an epoch
+        if flag == "--decay-milestones":  # timm's rate falls one epoch before each of them
             return ["--lr-milestones", *(str(int(each) - 1) for each in (value, *more))]
         if flag == "--decay-epochs":
             return self._compute_decay(float(value), known)
@@ -352,6 +358,7 @@ def explain(words: Sequence[str], parser: argparse.ArgumentParser) -> UserError:
         begin += " " if begin.endswith("?") else "; "
     end = "--help lists the options"
     try:
+        # Tried before it is offered: a mistyped word would otherwise come back in its own remedy.
         _, unknown = parser.parse_known_args(command.words)
         if command.is_understood and not unknown:
             timms = " (options not given have this project's defaults, not timm's)" if command.is_timms else ""

@@ -41,6 +41,7 @@ class OwnCode(str):
 
 def lower(text: str) -> str:
     """Return a name in lower case, and FILE.py:FUNCTION as it is."""
+    # torchvision's script lowers --opt and --lr-scheduler too, so that its commands with SGD run here.
     return text if split_custom(text) else text.lower()
 
 
@@ -110,12 +111,14 @@ class Option:
         is_empty = self.default is None or self.default is False or self.default == ""
         default = " ".join(self.default) if isinstance(self.default, list) else self.default
         text = self.help if is_empty else f"{self.help} (default: {default})"
+        # Options that are not given stay out of the namespace, or their defaults would replace the recipe's values.
         settings = {"default": argparse.SUPPRESS, "help": text}
         if self.type is bool:
             group.add_argument(self.flag, action=argparse.BooleanOptionalAction, **settings)
             return
         given = {"choices": self.choices, "nargs": self.nargs, "const": self.const, "metavar": self.metavar}
         is_more = self.default is None and self.type not in (int, float)  # what is given again is added
+        # argparse alone keeps the last of two --extensions, and loses the endings of the first without a word.
         given["action"] = "extend" if is_more and self.nargs in ("*", "+") else None
         given = {name: value for name, value in given.items() if value is not None}
         group.add_argument(*self.aliases, self.flag, dest=self.dest, type=self.type, **settings, **given)
@@ -123,7 +126,9 @@ class Option:
     def check(self, value: Any) -> None:
         """Raise UserError if a number lies outside the bounds, or is not finite."""
         for number in value if isinstance(value, list | tuple) else [value]:
+            # By type: a switch is an int to isinstance, and has no bounds.
             if type(number) in (int, float) and (expected := self._misses(number)):
+                # Python refuses to print more than 4,300 digits, which a hexadecimal number of a recipe may have.
                 given = number if abs(number) < 1 << 63 or type(number) is float else "of that many digits"
                 raise UserError(f"{self.flag} {given}: expected {expected}")
         if self.is_range and isinstance(value, list | tuple) and value[0] >= value[1]:
@@ -132,7 +137,9 @@ class Option:
     def _misses(self, number: float) -> str:
         """Return the bound that a number lies beyond, in words, or an empty string."""
         tests = [
+            # First, as NaN fails every comparison below, and would be told of a bound that it is not beyond.
             (type(number) is int or math.isfinite(number), "a finite number"),
+            # Before the single bounds, so that the line about a probability of -1 names both ends.
             ((self.at_least, self.at_most) != (0, 1) or 0 <= number <= 1, "a number from 0 to 1"),
             (number >= self.at_least, f"{self.at_least} or more"),
             (number > self.above, f"a number above {self.above}"),
@@ -154,6 +161,7 @@ class Option:
 
     def is_value(self, value: Any) -> bool:
         """Tell whether a plain value has the type and is among the choices of this option."""
+        # By type as well: True == 1 == 1.0 in Python, and a checkpoint's 1 must not pass for a switch.
         if value is None or (type(value) is type(self.default) and value == self.default):
             return value == self.default
         kind = self.type if isinstance(self.type, type) else str
@@ -166,6 +174,7 @@ class Option:
         """Return a recipe's value as the command line would give it; UserError if this option takes no such value."""
         values = as_list(value)
         if self.type is float:
+            # TOML reads lr = 1 as an integer; beyond 2**53 a float would be another number, which is refused below.
             values = [float(item) if type(item) is int and abs(item) < MOST_COUNT else item for item in values]
         elif self.type in (str.lower, lower):
             values = [lower(item) if isinstance(item, str) else item for item in values]
@@ -190,6 +199,7 @@ def _is_on(value: Any, wanted: str) -> bool:
 def option(default: Any = None, **rules: Any) -> Any:
     """Return a field of a group of options: its default, and the rules of `Option` by their names."""
     if isinstance(default, list):
+        # dataclasses refuse a list as a default, since every instance would share and could change it.
         return field(default_factory=default.copy, metadata=rules)
     return field(default=default, metadata=rules)
 

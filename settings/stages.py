@@ -73,6 +73,7 @@ class Parsed:
 
     def replaced(self, **changes: Any) -> Self:
         """Return options of the same stage with some values changed; TypeError for a name that no group has."""
+        # `of` leaves out names that no group has: a misspelt one would change nothing, without a word.
         values = self.flat()
         if unknown := changes.keys() - values.keys():
             raise TypeError(f"there is no option {min(unknown)}")
@@ -99,6 +100,8 @@ def values_of(args: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    # `Option.is_value` takes lists alone, and would refuse a tuple in a checkpoint that is evaluated.
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
+    # torch.load refuses a class of ours with weights_only=True, even one that is a text.
     return str(value) if isinstance(value, OwnCode) else value
