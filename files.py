@@ -84,6 +84,7 @@ def write_atomically(
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
+        # A link that stood there is removed, and one that appears meanwhile is an error: none is written through.
         with open(temporary, "xb") as file:
             if callable(content):
                 content(file)
@@ -239,6 +240,7 @@ def read_json(path: Path) -> dict:
         if os.path.getsize(path) > _LARGEST_JSON:
             return {}
         content = json.loads(read_bytes(path))
+    # RecursionError: a damaged or hostile file may nest brackets deeper than Python's parser goes.
     except (OSError, ValueError, RecursionError, StorageError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -119,6 +119,7 @@ def broadcast_bytes(payload: bytes | None, src: int = 0, group: Any = None) -> b
 
 def gather_plain(value: Any) -> list:
     """Return every rank's value, anything that JSON can hold. Collective: every rank must call it."""
+    # torch's `all_gather_object` pickles: whoever reaches the port could run code in every process.
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(part.numpy().tobytes()) for part in all_gather(text)]
 
@@ -196,6 +197,7 @@ def count_cores(root: Path = Path("/")) -> int:
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
+    # A quota is no affinity: on 64 cores under `docker --cpus 2`, 16 loader processes and all threads shared two.
     groups = root / "proc/self/cgroup"  # of Linux
     text = groups.read_text() if groups.exists() else ""
     # Of version 1 the controllers are mounted apart, of version 2 together, and their names are empty.
@@ -289,9 +291,11 @@ def join_processes(place: Any, stall_timeout: float = 0.0) -> None:
         stall_timeout: minutes without a step after which the process counts as hung, from now on; 0 = never.
     """
     rank, world_size = place.rank, place.world_size
+    # Before the join: bookkeeping of a start waits for a day, so nothing else would end a rank that hangs in it.
     watchdog.start(60 * stall_timeout, rank)
     at_end(watchdog.stop)
     if torch.device(place.device).type != "cpu":
+        # Before any collective: torch's documentation leaves it to the caller that NCCL's ranks have a device each.
         torch.accelerator.set_device_index(place.gpu)
     if not place.is_launched:
         return

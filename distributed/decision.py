@@ -45,6 +45,7 @@ class StepDecisions:
             with watchdog.waiting():
                 request.wait()  # of the step before, whose result was not needed
         if collectives.get_world_size() > 1:
+            # Beside the next step it costs 0.7 ms on 2 processes and 3.2 on 16; waited for at once, 2.2 and 7.7.
             # On the host, and so over gloo: no device is waited for. By the maximum one rank's wish is enough.
             integers = torch.tensor(self._as_integers(*vote))
             request = dist.all_reduce(integers, dist.ReduceOp.MAX, collectives.world_group(), async_op=True)

@@ -35,7 +35,7 @@ _REPORT_S = 3.0
 # Seconds for rank 0 to print an error that all have met, and for the launcher to end them.
 _FIRST_RANK_S = 10
 
-# The system answers alike where memory is short: for the stack of a thread.
+# EAGAIN also comes where there is no memory for the stack of a thread, hence both remedies.
 _FULL = "no more processes or threads, or no memory for one; raise `ulimit -u` or `ulimit -v`, or use fewer --workers"
 
 # By words of an error's reason, which torch may have turned into text (a path is none): the reason and the remedy.
@@ -137,7 +137,9 @@ def end_with_error(error: BaseException, launch: Any, prog: str = "train.py") ->
     where = f" on rank {launch.rank}" if launch.rank else ""
     if launch.rank and not getattr(error, "is_of_one_rank", False):
         time.sleep(_FIRST_RANK_S)
-        # What this machine lacks, one process may have met alone, and so may one that was started by hand.
+        # The machine's other ranks stay silent: MPICH's mpirun ends nobody within these seconds, and a wrong option
+        # was a line of each. But what this machine lacks, one process may have met alone, and so may one that was
+        # started by hand: its output was empty, and rank 0 said only that there was no word from it.
         if launch.local_rank and not launch.is_by_hand and not isinstance(error, StorageError):
             end_process(exit_code)
     write_stderr(error_line(f"{prog}: error{where}", str(error), has_lines=getattr(error, "has_lines", False)))

@@ -91,6 +91,7 @@ class Meeting:
     def _serve(self, port: int) -> dist.Store:
         """Return the store, served by this process, which need not reach itself by the address of the others."""
         try:
+            # `wait_for_workers` would wait inside torch, which tells how many have joined and not who is missing.
             return dist.TCPStore(
                 "localhost", port, is_master=True, timeout=self.timeout, wait_for_workers=False, multi_tenant=True
             )

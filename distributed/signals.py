@@ -108,6 +108,8 @@ def begin_script() -> None:
 
 def end_imports() -> None:
     """Collect garbage again, but not among the objects that the imports made."""
+    # Python's documentation advises it for processes that fork: a collection writes to the header of each object,
+    # and a loader process would get a copy of each page that holds one.
     gc.freeze()
     gc.enable()
 
@@ -168,6 +170,8 @@ def follow_agent() -> None:
 def end_with_parent(number: int) -> None:
     """Have the kernel send this process a signal when its parent ends in any way; Linux only."""
     if sys.platform == "linux":
+        # prctl(2): sent at the end of the thread that forked this process, so the main thread forks loader processes.
+        # Not sent for a parent that had ended before, so callers look at its number afterwards; cleared by a fork.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 

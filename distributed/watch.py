@@ -15,8 +15,8 @@ from typing import Any
 from distributed.peers import Peers
 from errors import write_stderr
 
-# Bytes read or written that count as progress of a start: of a download, of a slow disk. To read the counter adds
-# some.
+# Bytes read or written that count as progress of a start: of a download, of a slow disk. Not any byte, since reading
+# /proc/self/io adds to its own count, and a hang would look like progress for ever.
 _PROGRESS_BYTES = 1 << 16
 
 
@@ -95,7 +95,8 @@ class Watchdog:
             stage: what begins now; by default the work goes on.
             extra_s: seconds for which it may wait in any case, as for a lock.
         """
-        # Also a process that goes on after all must end: it has been said, and recorded, that it does.
+        # A process that goes on after all must end too: it could finish with exit code 0 though its output says that
+        # it has stalled, and status.json that it has failed.
         self.await_end()
         if stage:
             self.stage = stage

@@ -35,6 +35,7 @@ def in_child(work: Callable[[], bytes], timeout_s: float | None = None) -> bytes
     child = os.fork()
     if not child:
         try:
+            # Or one that hangs on a disk would outlive a run that somebody kills, and keep its files and pipes open.
             signals.end_with_parent(signal.SIGKILL)
             with open(writer, "wb") as file:
                 try:
@@ -44,6 +45,7 @@ def in_child(work: Callable[[], bytes], timeout_s: float | None = None) -> bytes
                     kind = "~" if isinstance(error, PassingError) else "-"
                     file.write(f"{kind}{error}".encode())
         finally:
+            # Not sys.exit, which runs multiprocessing's exit handler: it would end the parent's loader processes.
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as file:
@@ -52,6 +54,7 @@ def in_child(work: Callable[[], bytes], timeout_s: float | None = None) -> bytes
             os.kill(child, signal.SIGKILL)
             raise TimeoutError
         content = file.read()
+    # Only after the pipe was read: a child whose result is larger than a pipe (64 KiB) cannot end before.
     os.waitpid(child, 0)
     if content[:1] == b"+":
         return content[1:]

@@ -48,6 +48,8 @@ def decode(name: bytes) -> str:
 
 def check_hidden(where: str, names: Iterable[bytes], command: str = _FIND) -> None:
     """Raise UserError if a file or folder in the names is hidden; `command` takes `where` and a pattern of names."""
+    # Refused and not left out: ImageFolder takes .ipynb_checkpoints for a class and macOS's ._x.jpg for an image, so
+    # without a word the classes would have other numbers here than in a checkpoint of torchvision's script.
     found = _HIDDEN.search(b"\0".join([b"", *names, b""]))
     if not found:
         return
@@ -224,6 +226,7 @@ def cache_path(root: Path) -> Path:
 
 def _state(status: os.stat_result) -> list[int]:
     """Return mtime, ctime (both ns) and size, which change with a file; the size of a folder says nothing and is 0."""
+    # ctime too: tar, rsync -t and cp -p give a file the mtime of its original, and no system call sets ctime.
     return [status.st_mtime_ns, status.st_ctime_ns, 0 if stat.S_ISDIR(status.st_mode) else status.st_size]
 
 
@@ -240,6 +243,8 @@ class Scan:
 
     def watch(self, path: str, status: os.stat_result) -> None:
         """Record the state of a folder or file just before it is read."""
+        # The state before it is read: a change during the scan gives it another one, and the next start scans again.
+        # The path is relative, so that the cache holds wherever a container mounts the data.
         self.watched.append(os.path.relpath(path, self.base))
         self.states.append(_state(status))
         # A time far in the future was set on purpose, or the clock set back: it is no sign of a recent change, and a
@@ -320,6 +325,7 @@ def _walk(root: str, folder: str, scan: Scan, parents: tuple = ()) -> Iterator[t
     """Yield a folder and those below it, following links, with the images in each."""
     path = os.path.join(root, folder)
     status = os.stat(path)
+    # In such a circle torchvision's ImageFolder finds each image 41 times, until the kernel follows no more links.
     identity = (status.st_dev, status.st_ino)
     if identity in parents:
         raise UserError(f"{path} is a link to one of its own parent folders; remove it")

@@ -34,6 +34,7 @@ _MOST_PER_CORE, _MOST_ANYWHERE = 32, 64
 def check_workers(num_workers: int) -> None:
     """Raise UserError for more workers than this machine can use."""
     cores = count_cores()
+    # Without a bound `scripts.check --workers 100000` started as many processes.
     most = max(_MOST_PER_CORE * cores, _MOST_ANYWHERE)
     if num_workers > most:
         found = f"--workers {num_workers}: this process has {cores} cores"
@@ -110,6 +111,8 @@ class _TaskDataset(Dataset):
         # decoder's crash or the system's lack of memory ends can say no more.
         self.loading = numpy.frombuffer(mmap.mmap(-1, 24 * max(num_workers, 1)), numpy.int64).reshape(-1, 3)
 
+    # torch's fetcher prefers this method to one call of `__getitem__` for each key, and passes on what the sampler
+    # yields whatever its type: so a worker can be told the slot and its next keys together with those of the batch.
     def __getitems__(self, task: tuple[int, int | None, list[int], list[int]]) -> tuple:
         """Return a batch; for one in a slot, the slot's number, the images' shape, and the classes."""
         set_number, slot, keys, following = task
@@ -120,6 +123,8 @@ class _TaskDataset(Dataset):
         if slot is None:
             return collate(samples)
         image, labels = collate(samples, self.slots[slot])
+        # Plain numbers, labels included: torch would move a tensor to the parent through a file of /dev/shm, which a
+        # container may have no room for.
         return slot, image.permute(0, 2, 3, 1).shape, labels.tolist()
 
     def _load(self, set_number: int, key: Any) -> tuple[Tensor, Any]:
@@ -179,6 +184,7 @@ class BatchLoader:
             batch_sampler=self._tasks,  # type: ignore[arg-type]  # torch's annotation wants lists, its code anything
             num_workers=num_workers,
             prefetch_factor=_PREFETCH_FACTOR if num_workers else None,
+            # Else torch would fork others in each epoch, beside gloo's threads, whose locks they would inherit.
             persistent_workers=num_workers > 0,
             # Forked processes end with their parent, however it ends; a fork server and its children would stay.
             multiprocessing_context="fork" if num_workers else None,
@@ -192,6 +198,7 @@ class BatchLoader:
 
         Call it before the processes start.
         """
+        # With a pool for each set, --workers 2 started four processes, two of which waited at about 100 MiB each.
         other = copy.copy(self)
         other.dataset, other.sampler = dataset, None
         other._set_number = len(self._sets)
@@ -256,6 +263,8 @@ class BatchLoader:
                 target = torch.tensor(labels)
             else:
                 image, target = batch
+            # Not by the DataLoader's `pin_memory`, through which only the numbers of slots pass. The copy frees the
+            # slot, too: a worker may overwrite it while the device still reads the pinned memory.
             yield image.pin_memory() if self.pin_memory else image, target
 
     def _next(self, loaded: Iterator[tuple]) -> tuple | None:

@@ -44,6 +44,7 @@ class Progress:
 
     def update(self, things: int = 1, num_bytes: int = 0) -> None:
         """Count things and bytes, and print the line when it is due."""
+        # A scan of a slow disk may take longer than --stall-timeout, and is no hang while it gets on.
         watchdog.note_progress()
         self.done += things
         self.bytes += num_bytes

@@ -19,7 +19,8 @@ from loading.pack_format import decode_index, decode_label_sets, index_name
 from loading.source import digest
 from loading.stores import open_store, read_whole, retry_requests
 
-# Images that a process fetches at once: at 50 ms each, 64 are 1,280 a second, more than it decodes.
+# Images that a process fetches at once: at 50 ms each, 64 are 1,280 a second, more than it decodes. One after the
+# other, a batch of 64 took 3.2 s.
 _AT_ONCE = 64
 
 

@@ -142,6 +142,7 @@ def alike_classes(classes: Iterable[str]) -> str:
     """Return a remark on names of classes that look alike, or an empty text."""
     forms = defaultdict(list)
     for name in classes:
+        # Typed labels differ so by mistake, and nothing else would tell: one class would train as two.
         forms["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(ascii(name))
     alike = [" and ".join(names) for names in forms.values() if len(names) > 1]
     if not alike:
