@@ -62,6 +62,7 @@ def check_images(datasets: tuple) -> tuple:
     """
     if collectives.get_world_size() == 1:
         return datasets
+    # Two states of a pack under one name, one on each node, were trained on without a word.
     train, val, more = datasets
     ours = {"sets": [f"sets val {' '.join(more)}", ""]}  # in their order
     for name, dataset in {"train": train, "val": val, **more}.items():

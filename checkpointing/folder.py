@@ -205,6 +205,7 @@ class CheckpointFolder:
         if resume:
             origins = [path for path in (Path(resume), *map(Path(resume).with_name, BEST_FILES)) if path.is_file()]
         for path in own_files(self.folder, STATE_FILES):
+            # Not shallow, by which equal sizes and times suffice: all checkpoints of a model are of one size.
             if not (path.is_file() and any(filecmp.cmp(path, origin, shallow=False) for origin in origins)):
                 return True
         return False
@@ -233,6 +234,7 @@ class CheckpointFolder:
                 if step_in_name(path) > run.step:
                     self._set_aside(path, prefix="superseded-")
             path = self.path_of(run.step)
+            # A run that is resumed from best.pth and killed at once would leave no numbered file to go on from.
             if not path.exists():
                 _write(path, found.payload)
             self._link(path, "checkpoint.pth")
@@ -314,6 +316,7 @@ class CheckpointFolder:
         Returns:
             None, or one line that says why the save failed; the earlier checkpoints are then untouched.
         """
+        # Before the state: a resumed run does not write again the records that precede its checkpoint.
         if records is not None:
             try:
                 os.fsync(records)

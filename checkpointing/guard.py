@@ -117,6 +117,7 @@ def hash_project(folder: Path) -> str:
 def run_facts(args: Resolved, train: Any, val: Any, more: dict[str, Any] | None = None) -> dict:
     """Return the plain values that describe a run in its checkpoints and in run.json."""
     return {
+        # A dict: torchvision's script saves the parser's Namespace, which its own --resume cannot load any more.
         "args": args.as_saved(),
         "shards": {"global_batch_size": args.optimization.global_batch_size, "num_shards": args.distributed.num_shards},
         "data": describe_data(train, val),
@@ -139,6 +140,7 @@ def find_hashes(args: Resolved, data: dict, model: torch.nn.Module, resumed: dic
     values += [_code_of_numbers(args.origin.code), args.optimization.reference_global_batch]
     # The same code of one's own may lie in another folder of another machine; its content is in `args.code`.
     options = [os.path.basename(text) if ".py:" in text else text for text in map(str, values)]
+    # BatchNorm's count of batches has no dimension: torch refuses to slice such a tensor, or to view it as bytes.
     state = {name: torch.atleast_1d(each) for name, each in model.state_dict().items() if torch.is_tensor(each)}
     # Of rows from all over a tensor: all of ResNet-50 take 20 ms, and as long to come from a device.
     rows = [each[:: max(len(each) // 16, 1)].cpu().contiguous().flatten() for each in state.values()]

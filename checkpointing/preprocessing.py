@@ -34,6 +34,7 @@ def choose_preprocessing(
         if value is not None and value != "" and name not in known and name not in given:
             flag = BY_NAME[name].flag
             raise UserError(f"{source} holds {flag} {str(value)[:40]}, which cannot be used; give {flag}")
+    # No defaults of training: by these EfficientNet-Lite0 lost six points of accuracy without a word.
     found = [(known, origin), (given, "as given")]
     if not {*NEEDED} <= {*known, *given}:
         from checkpointing.published import published_preprocessing

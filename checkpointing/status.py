@@ -49,6 +49,7 @@ class StatusFile:
         Raises:
             OSError: the file cannot be written.
         """
+        # Not after a failure: a resume takes the same steps from the same state, and would mostly fail again.
         requeue = state == "preempted"
         if state != "running":
             self._is_over.set()

@@ -16,6 +16,7 @@ def classifier_layers(model: nn.Module, num_classes: int) -> list[str]:
     kinds = nn.Linear | nn.Conv2d
     sizes = {name: len(layer.weight) for name, layer in model.named_modules() if isinstance(layer, kinds)}
     find_heads = getattr(model, "get_classifier", None)
+    # By the last layer alone --freeze trained only one of the two heads that some of timm's models have.
     if find_heads is not None:
         found = find_heads()
         heads = found if isinstance(found, tuple | list | nn.ModuleList) else [found]

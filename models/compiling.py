@@ -38,6 +38,7 @@ def compile_in_place(model: nn.Module, precision: PrecisionOptions, augmentation
     device = next(model.parameters(), torch.empty(0)).device
     caches = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
     if device.type == "cpu" and caches.cache_dir() == os.path.abspath(caches.default_cache_dir()):
+        # Kernels of GPUs are renamed into place, so that only those of CPUs need a folder of their own.
         # A process that is killed while the linker writes leaves half a library in a folder that others use.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = own_temporary_folder("touchstone-compiled")
     model.compile(mode=precision.compile, dynamic=False)

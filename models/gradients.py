@@ -27,7 +27,9 @@ def wrap_model(model: nn.Module, distributed: DistributedOptions, compile_mode: 
     sync_buffers: dict[str, Any] = {"broadcast_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         sync_buffers = {"forward_sync_buffers": False}
+    # DDP raises a ValueError if it is given device_ids for a module on the CPU.
     device_ids = None if torch.device(distributed.device).type == "cpu" else [distributed.gpu]
+    # A static graph allows unused parameters without a search for them in each step (torch's page on DDP).
     # With gradient accumulation a static graph fails at one of torch's own assertions.
     is_static = distributed.num_shards == distributed.world_size and compile_mode is None
     # Gradients that are views of the buckets need no copy into them, nor the memory of a second one.
@@ -104,4 +106,5 @@ class ShardedStep:
         """
         if self.gradient_sum is not None:
             self.gradient_sum.finish()
+        # Ranks have computed different micro-batches: an optimizer that draws would go on from different generators.
         seed_device(self.device, UPDATE, self.seed, step)

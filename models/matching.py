@@ -84,6 +84,8 @@ def load_matching(
     if reader is not model:
         body = {name: tensor for name, tensor in reader.state_dict().items() if name not in own}
         model.load_state_dict(body, strict=False)
+    # A classifier of zeros has a first loss of ln(classes). On 300 photographs EfficientNet-Lite0 had 95.8 % after
+    # four epochs from zeros, and 74.3 % from a classifier as drawn (docs/LOG.md, A new classifier).
     # SqueezeNet's convolution has a ReLU behind it, through which no gradient reaches zeros.
     is_zero = classifier_init == "zero" and all(isinstance(model.get_submodule(end), nn.Linear) for end in ends)
     if is_zero:

@@ -81,6 +81,7 @@ class Monitor:
             if record["step"] < self.run.step or (is_of_checkpoint and record["step"] == self.run.step):
                 kept.append(record)
         text = "".join(json.dumps(record) + "\n" for record in kept)
+        # Not written in place, where a kill in the middle would cost the records of all earlier starts.
         write_atomically(self.folder / "metrics.jsonl", text.encode())
         return kept
 

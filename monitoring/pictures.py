@@ -194,6 +194,7 @@ class Pictures:
         if kind == self.kind:
             output = output if isinstance(output, Tensor) else output[0]
             confidence, predicted = output.float().softmax(dim=1).max(dim=1)
+            # Four numbers of each image and not its scores: 50,000 images x 1,000 classes x 4 bytes = 200 MB.
             self._batches.append((index, target, predicted, confidence))
 
     def draw(self) -> None:
