@@ -132,7 +132,8 @@ class UserError(Exception):
         self, message: str, *, exit_code: int | None = None, has_lines: bool = False, is_of_one_rank: bool = False
     ) -> None:
         super().__init__(message)
-        self.has_lines, self.is_of_one_rank = has_lines, is_of_one_rank
+        self.has_lines = has_lines
+        self.is_of_one_rank = is_of_one_rank
         if exit_code is not None:
             self.exit_code = exit_code
 

@@ -48,7 +48,8 @@ class Steps:
     number = 0  # of the present step of the run: the address of its random draws
 
     def __init__(self, sharded_step: ShardedStep, tally: Tally) -> None:
-        self.sharded_step, self.tally = sharded_step, tally
+        self.sharded_step = sharded_step
+        self.tally = tally
 
     @property
     def local_shards(self) -> range:

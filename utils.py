@@ -54,7 +54,8 @@ class SmoothedValue:
         self.fmt = fmt or "{median:.4f} ({global_avg:.4f})"
         self._window = deque(maxlen=window_size)
         self._unread = []  # (value, n, so_far) each
-        self._total, self._count = 0.0, 0
+        self._total = 0.0
+        self._count = 0
 
     def update(self, value: float | Tensor, n: int = 1, *, so_far: float | None = None) -> None:
         """Add the mean of `n` samples; `so_far` is the value over all samples, if it is no mean of theirs."""

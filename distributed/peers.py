@@ -28,7 +28,8 @@ class Peers:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, period_s: float, now_s: Callable[[], float]) -> None:
-        self._store, self._rank = store, rank
+        self._store = store
+        self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         # Three reports that did not come, and a second.
         self._silence_s = 3 * period_s + 1.0

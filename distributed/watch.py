@@ -51,12 +51,15 @@ class Watchdog:
         """
         self.stop()
         self._is_over = threading.Event()
-        self.timeout_s, self.rank = timeout_s, rank
+        self.timeout_s = timeout_s
+        self.rank = rank
         self.period_s = min(timeout_s / 8, 5.0)
-        self.stage, self.is_waiting = "starting", False
+        self.stage = "starting"
+        self.is_waiting = False
         self._peers: Peers | None = None
         self._counts_bytes = True
-        self._num_bytes, self._paused_s = 0, 0.0
+        self._num_bytes = 0
+        self._paused_s = 0.0
         self._is_ending = False
         self.leave_run()
         self.note_progress()
@@ -77,7 +80,8 @@ class Watchdog:
 
     def enter_run(self, describe: Callable[[], str], on_stall: Callable[[str], object]) -> None:
         """Watch a run's steps from now on: bytes that its other threads write are no progress of them."""
-        self.describe, self.on_stall = describe, on_stall
+        self.describe = describe
+        self.on_stall = on_stall
         self._counts_bytes = False
 
     def leave_run(self) -> None:

@@ -429,7 +429,8 @@ class ImageFile:
     """An image in memory, not decoded yet, whose `size` as turned is known; raises as `open_image`."""
 
     def __init__(self, payload: bytes, how: Decoding = AS_STORED) -> None:
-        self.payload, self.how = payload, how
+        self.payload = payload
+        self.how = how
         self.frame = read_frame(payload)
         self.orientation = read_orientation(payload) if how.exif else 1
         if self.frame is None or self.frame.is_doubtful:

@@ -18,8 +18,10 @@ class ProgressivePreset:
 
     def __init__(self, build: Callable[..., Any], *, smallest: int, largest: int, first: int, last: int) -> None:
         self.build = cache(build)  # each image asks for its preset, and there are a few sizes
-        self.smallest, self.largest = smallest, largest
-        self.first, self.last = first, last
+        self.smallest = smallest
+        self.largest = largest
+        self.first = first
+        self.last = last
 
     def size_at(self, epoch: int) -> int:
         """Return the crop size of an epoch, px."""

@@ -234,8 +234,10 @@ class Scan:
     """The images that a scan of a data path finds, folder by folder, and the states of all folders or files it read."""
 
     def __init__(self, base: Path, extensions: tuple[str, ...] = IMG_EXTENSIONS) -> None:
-        self.base, self.extensions = base, extensions
-        self.watched, self.states = [], []
+        self.base = base
+        self.extensions = extensions
+        self.watched = []
+        self.states = []
         self.doubt = ""  # why the scan may not be cached
         self.unread = []  # files in class folders that are no images by their names
         self.names, self.labels, self.locations = [], [], []

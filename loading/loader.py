@@ -85,7 +85,8 @@ class _Tasks:
 
     def choose(self, set_number: int, sampler: Any) -> int:
         """Use the keys of a sampler from now on, for the set of this number, and return the number of this choice."""
-        self.set_number, self.sampler = set_number, sampler
+        self.set_number = set_number
+        self.sampler = sampler
         self.number += 1
         return self.number
 
@@ -106,7 +107,8 @@ class _TaskDataset(Dataset):
     """The data set of a worker process, whose keys are tasks: it loads a batch at a time, into its slot, if any."""
 
     def __init__(self, sets: list[Any], slots: list[Tensor], num_workers: int) -> None:
-        self.sets, self.slots = sets, slots
+        self.sets = sets
+        self.slots = slots
         # What each worker loads: its pid, the set's number, the image's. In shared memory, since a worker that a
         # decoder's crash or the system's lack of memory ends can say no more.
         self.loading = numpy.frombuffer(mmap.mmap(-1, 24 * max(num_workers, 1)), numpy.int64).reshape(-1, 3)

@@ -28,9 +28,12 @@ class Progress:
     """
 
     def __init__(self, work: str, total: int = 0, unit: str = "", *, total_bytes: int = 0, first: int = 0) -> None:
-        self.work, self.unit = work, unit
-        self.total, self.total_bytes = total, total_bytes
-        self.done, self.bytes = first, 0
+        self.work = work
+        self.unit = unit
+        self.total = total
+        self.total_bytes = total_bytes
+        self.done = first
+        self.bytes = 0
         self._begin_interval()
 
     def _begin_interval(self) -> None:

@@ -185,7 +185,8 @@ class ObjectStore:
     """
 
     def __init__(self, url: str) -> None:
-        self.url, self._store = url, None
+        self.url = url
+        self._store = None
         self._pid: int | None = None
         self.package = require_package("obstore", url)
 

@@ -221,7 +221,8 @@ class _TarReader:
     """
 
     def __init__(self, split_name: str, progress: Progress, extensions: tuple[str, ...]) -> None:
-        self.split_name, self.extensions = split_name, extensions
+        self.split_name = split_name
+        self.extensions = extensions
         self.progress = progress
         self.plain: _Found = {}  # by the names of members
         self.by_class: _Found = {}  # by the names of class tars
@@ -231,7 +232,8 @@ class _TarReader:
         """Read this tar from now on, which has this number among the tars."""
         check_hidden(str(path.parent), [encoded(path.name)])
         self.path, self.file, self.number = path, file, number
-        self.num_read, self.ignored = 0, []
+        self.num_read = 0
+        self.ignored = []
 
     def _entries(self, start: int, end: int) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
         """Yield the folder, the name and the member of each image, label and class tar; for a folder, no name.

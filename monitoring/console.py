@@ -63,7 +63,8 @@ class LogFile:
     def keep(self) -> None:
         """Keep what is printed from now on."""
         self.close()
-        self._line, self._waiting = "", b""
+        self._line = ""
+        self._waiting = b""
         at_end(self.close)
         self._streams.enter_context(redirect_stdout(_Tee(sys.stdout, self.add)))
         self._streams.enter_context(redirect_stderr(_Tee(sys.stderr, self.add)))
