@@ -283,8 +283,9 @@ def own_temporary_folder(name: str) -> str:
     # A killed process removes nothing; its number in the name tells that it is gone.
     for old in Path(tempfile.gettempdir()).glob(f"{name}-*-*"):
         pid = old.name.split("-")[-2]
-        if pid.isdecimal() and old.lstat().st_uid == os.getuid() and not is_running(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another rank that starts removes it, too
+            if pid.isdecimal() and old.lstat().st_uid == os.getuid() and not is_running(int(pid)):
+                shutil.rmtree(old, ignore_errors=True)
     return tempfile.mkdtemp(prefix=f"{name}-{os.getpid()}-")
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from models import build, gradients, optim
 from models.gradients import ShardedStep
 from monitoring.console import command, first_lines, last_lines, log
 from monitoring.drawing import build_pictures
-from monitoring.gauges import Clock, Gauges
+from monitoring.gauges import Clock, Gauges, Stopwatch, slow_rank
 from monitoring.loggers import build_loggers
 from monitoring.monitor import Monitor
 from sampler import TrainSampler, VirtualShards
@@ -155,9 +155,12 @@ class Run(Steps):
         self.gauges = Gauges(args.optimization.global_batch_size, args.distributed.world_size, self.state.parts, device)
         # Records of windows that have ended, which lack the values that are still on the device.
         self.pending_records = []
+        # What a line shows beside its metrics, while these are on their way to the host.
+        self.line: dict[str, float] | None = None
         self.status = StatusFile(own_folder, self.state, self.progress)
         self.stop_status = "preempted"  # for status.json, if the run ends by a PreemptedError
         self.clock = Clock()
+        self.stopwatch = Stopwatch(device, model if args.distributed.world_size > 1 else None)
         self.saving_s = self.starting_s = 0.0  # since the last record of an epoch
 
     def _freeze_at_first(self, model: nn.Module, num_classes: int) -> Any:
@@ -361,6 +364,12 @@ class Run(Steps):
         else:
             self.classifier_first.begin(model, epoch)
 
+    @contextmanager
+    def shard(self, shard: int) -> Iterator[None]:
+        """Surround the passes of a micro-batch of the present step, and count their time."""
+        with super().shard(shard), self.stopwatch.timed():
+            yield
+
     def finish_gradients(self) -> None:
         """Make every gradient the mean over all shards, but drop those of frozen layers. Collective."""
         super().finish_gradients()
@@ -393,17 +402,24 @@ class Run(Steps):
         decision = self.decisions.result(*self.save_flags())
         num_steps = self.args.checkpoint.checkpoint_steps
         is_save_step = num_steps and self.state.step % num_steps == 0
-        has_collectives = metric_logger.is_line_due or is_save_step or not self.has_steps_left
-        if has_collectives or decision != CONTINUE:
+        is_read = is_save_step or not self.has_steps_left or decision != CONTINUE
+        if is_read:
             # Decide on this step too: the collectives below wait a day for slow disks, so detect a hung rank here.
             decision = self.decisions.decide(*self.save_flags())
         self.clock.count(metric_logger.wait_s)
+        # Of the step before. The device may still be at its end, but has this step to go on with: it does not wait for
+        # the host to read, to gather and to print.
+        self.log(metric_logger)
         if self.is_record_due:
             # By the host's clock: a record waits for no device.
             rates = self.gauges.rates(*self.clock.since("record"))
             self.pending_records.append({**self.position_fields, **self.gauges.read(grad_norm), **rates})
         if metric_logger.is_line_due:
+            self.begin_line(metric_logger)
+        if is_read:
             self.log(metric_logger)
+        if not self.has_steps_left:
+            self.record_epoch()
         if decision.is_written:
             self.wait_for_save()
         # The end of an epoch is saved by `main`, and a stop saves by itself.
@@ -455,33 +471,53 @@ class Run(Steps):
 
     # Log and save
 
-    def log(self, metric_logger: Any) -> None:
-        """Show the metrics of all images since the last line, and record an epoch that ends. Collective."""
-        # Only a line and a save read the metrics: each read waits for the device, which then has no work queued.
-        self.gather()
-        values, n = self.tally.compute_and_reset()
+    def begin_line(self, metric_logger: Any) -> None:
+        """Begin to copy the metrics of all images since the last line to the host, and have the line held till then."""
+        self.tally.begin_read()
         rate = self.gauges.rates(*self.clock.since("line"))["images_per_s"]
-        metric_logger.show({**values, "img/s": rate}, n, self.epoch_tally.means())
-        if not self.has_steps_left:
-            means, _ = self.epoch_tally.compute_and_reset()
-            means["lr"] = max(group["lr"] for group in self.gauges.groups)
-            means["saving_s"] = [self.saving_s]
-            # Of each rank, to name the one that is short of images: all others wait for its gradients.
-            waits = collectives.gather_plain(self.clock.since("epoch")[2])
-            self.monitor.write("epoch", **self.position_fields, **means, waiting_s=waits, starting_s=[self.starting_s])
-            self.saving_s = self.starting_s = 0.0
+        # The learning rate too: at the next step's end the meter has that step's.
+        self.line = {"lr": optim.current_lr(self.state.parts["optimizer"].optimizer), "img/s": rate}
+        metric_logger.is_line_held = True
 
-    def gather(self) -> None:
+    def log(self, metric_logger: Any) -> None:
+        """Show the metrics of the line that has begun, if there is one. Collective: every rank must call it."""
+        if self.line is not None:
+            self.gather(is_begun=True)
+            self.stopwatch.count()  # those of the steps whose metrics were just read
+            values, n = self.tally.compute_and_reset()
+            metric_logger.show({**values, **self.line}, n, self.epoch_tally.means())
+            metric_logger.print_line()
+            self.line = None
+
+    def record_epoch(self) -> None:
+        """Record an epoch that ends, all of whose metrics have been gathered. Collective: every rank must call it."""
+        means, _ = self.epoch_tally.compute_and_reset()
+        means["lr"] = max(group["lr"] for group in self.gauges.groups)
+        means["saving_s"] = [self.saving_s]
+        # Of each rank, to name the one that is short of images or slow: all others wait for its gradients.
+        ranks = collectives.gather_plain((self.clock.since("epoch")[2], self.stopwatch.restart()))
+        waits, computing = map(list, zip(*ranks, strict=True))
+        means |= {"waiting_s": waits, "computing_s": computing, "starting_s": [self.starting_s]}
+        self.monitor.write("epoch", **self.position_fields, **means)
+        if line := slow_rank(computing):
+            print(f"epoch {self.state.epoch}: {line}")
+        self.saving_s = self.starting_s = 0.0
+
+    def gather(self, *, is_begun: bool = False) -> None:
         """Add up the metrics since the last call, and write the records of the windows that have ended.
 
         So a record costs no read of the device of its own. Collective: every rank must call it, after the same step.
 
+        Args:
+            is_begun: only those whose copy has begun, up to the step of a line.
+
         Raises:
             UserError: a loss is not finite; names the first step, the same one on every rank.
         """
-        rows = self.tally.synchronize_between_processes()
+        rows = self.tally.synchronize_between_processes(is_begun=is_begun)
         steps = rows.view(-1, self.args.distributed.num_shards, rows.size(1))
-        for number, step in enumerate(steps, self.state.step - len(steps) + 1):
+        last = self.state.step - len(self.tally.unread) // self.tally.num_local_shards
+        for number, step in enumerate(steps, last - len(steps) + 1):
             if not step[:, 0].isfinite().all():
                 raise self.failure(f"the loss of step {number - 1} is not finite")
             self.window.add(step)

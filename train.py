@@ -63,7 +63,7 @@ def train_one_epoch(
     run.begin_epoch(model, epoch)
     scaler = scaler or torch.amp.GradScaler(enabled=False)
     metric_logger = utils.MetricLogger(delimiter="  ", formats={"lr": "{value:.4g}", "img/s": "{value:.1f}"})
-    # `log_every` goes over the steps and prints lines; it tells `end_step` by `is_line_due` to read the metrics, which
+    # `log_every` goes over the steps and prints lines; it tells `end_step` by `is_line_due` to copy the metrics, which
     # come from the device then alone. `timed` counts the seconds in which a step waits for its images.
     batches, numbers = metric_logger.timed(run.training_batches(data_loader)), image_numbers(data_loader)
     steps = run.steps(len(data_loader))

@@ -152,6 +152,9 @@ class MetricLogger:
         self.is_share = is_share
         self.wait_s = 0.0  # total time that the loop has waited for data
         self.is_line_due = False  # a line will be printed after the present item
+        self.is_line_held = False  # or rather by `print_line`, since its values are still on their way
+        # To be printed: the fields before those of the meters, and those after them.
+        self._line: tuple[list[str], list[str]] | None = None
 
     def update(self, **values: float | Tensor) -> None:
         """Add one value to each of the named meters."""
@@ -199,6 +202,13 @@ class MetricLogger:
                 return
             yield item
 
+    def print_line(self) -> None:
+        """Print the line that was held, whose values the meters have now; hold none."""
+        self.is_line_held = False
+        if self._line is not None:  # or the item whose values these are is still worked on
+            (before, after), self._line = self._line, None
+            print(self.delimiter.join([*before, *([str(self)] if self.meters else []), *after]))
+
     def log_every(
         self, iterable: SizedIterable, print_freq: int, header: str | None = None, start: int = 0
     ) -> Iterator:
@@ -227,13 +237,13 @@ class MetricLogger:
             iter_time.update(time.perf_counter() - end)
             if self.is_line_due:
                 eta = datetime.timedelta(seconds=int(iter_time.global_avg * (num_items - 1 - index)))
-                fields = [label, f"[{index:{width}d}/{num_items}]", f"eta: {eta}"]
-                if self.meters:
-                    fields.append(str(self))
-                fields += [f"time: {iter_time}", f"data: {data_time}"]
+                before = [label, f"[{index:{width}d}/{num_items}]", f"eta: {eta}"]
+                after = [f"time: {iter_time}", f"data: {data_time}"]
                 if torch.cuda.is_available():
-                    fields.append(f"max mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}")
-                print(self.delimiter.join(fields))
+                    after.append(f"max mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}")
+                self._line = before, after
+                if not self.is_line_held:
+                    self.print_line()
             end, waited = time.perf_counter(), self.wait_s
         print(f"{header} Total time: {datetime.timedelta(seconds=int(time.perf_counter() - begin))}")
 

@@ -66,21 +66,26 @@ def is_main_process() -> bool:
     return get_rank() == 0
 
 
-def all_gather(rows: torch.Tensor) -> list[torch.Tensor]:
+def all_gather(rows: torch.Tensor, *, is_patient: bool = True) -> list[torch.Tensor]:
     """Return every rank's (n, ...) CPU tensor, of which n may differ. Collective: every rank must call it.
 
     They travel over gloo, so no device has to be waited for.
+
+    Args:
+        rows: this rank's tensor.
+        is_patient: wait for other ranks for PATIENCE_MIN, and not only for as long as in a step.
     """
     if not is_dist_avail_and_initialized():
         return [rows]
+    group = joined.group if is_patient else joined.world
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_world_size())]
     with watchdog.waiting():
-        dist.all_gather(sizes, torch.tensor([len(rows)]), group=joined.group)
+        dist.all_gather(sizes, torch.tensor([len(rows)]), group=group)
         # gloo's all_gather takes tensors of one shape only.
         padded = rows.new_zeros(max(map(int, sizes)), *rows.shape[1:])
         padded[: len(rows)] = rows
         gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=joined.group)
+        dist.all_gather(gathered, padded, group=group)
     return [tensor[: int(size)] for tensor, size in zip(gathered, sizes, strict=True)]
 
 

@@ -81,6 +81,7 @@ class _Tasks:
     def __init__(self, num_slots: int, num_workers: int) -> None:
         self.num_slots, self.num_workers = num_slots, max(num_workers, 1)
         self.number = 0
+        self.begun: Iterator[list[int]] = iter(())  # the keys of each batch once more, for who takes the batches
         self.choose(0, None)
 
     def choose(self, set_number: int, sampler: Any) -> int:
@@ -92,7 +93,7 @@ class _Tasks:
 
     def __iter__(self) -> Iterator[tuple[int, int | None, list[int], list[int]]]:
         slots = itertools.cycle(range(self.num_slots) or [None])
-        batches, ahead = itertools.tee(batches_of(self.sampler))
+        batches, ahead, self.begun = itertools.tee(batches_of(self.sampler), 3)
         # The DataLoader deals batches to its workers in turn, so a worker's next one is as many batches later.
         following = itertools.chain(itertools.islice(ahead, self.num_workers, None), itertools.repeat([]))
         return zip(itertools.repeat(self.set_number), slots, batches, following, strict=False)
@@ -167,6 +168,7 @@ class BatchLoader:
         self, dataset: Dataset, sampler: Any = None, *, num_workers: int, batch_bytes: int, pin_memory: bool = False
     ) -> None:
         self.dataset, self.sampler, self.pin_memory = dataset, sampler, pin_memory
+        self.keys: list[int] = []  # of the batch that was yielded last
         num_slots = num_workers * _PREFETCH_FACTOR + _SPARE_SLOTS if num_workers else 0
         # Anonymous memory: no file in /dev/shm, which containers keep small (Docker: 64 MiB). A page takes room once it
         # is written to. Slots are reused: a fresh shared batch each time took 127 us of an image where these take 5.
@@ -241,7 +243,8 @@ class BatchLoader:
         """Begin to load, and return the batches; those of an earlier call, of any of the sets, are lost."""
         number = self._tasks.choose(self._set_number, self.sampler)
         # The processes start here, and not with the first batch: they end with the thread that starts them.
-        return self._batches(self._start_epoch(), number)
+        loaded = self._start_epoch()
+        return self._batches(loaded, number, self._tasks.begun)
 
     def _start_epoch(self) -> Iterator[tuple]:
         """Return the DataLoader's iterator, for which it may fork processes.
@@ -255,7 +258,7 @@ class BatchLoader:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _batches(self, loaded: Iterator[tuple], number: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, loaded: Iterator[tuple], number: int, keys: Iterator) -> Iterator[tuple[Tensor, Tensor]]:
         while (batch := self._next(loaded)) is not None:
             # Two iterators at once would load into the same slots.
             assert number == self._tasks.number or not self.slots
@@ -265,6 +268,7 @@ class BatchLoader:
                 target = torch.tensor(labels)
             else:
                 image, target = batch
+            self.keys = next(keys)
             # Not by the DataLoader's `pin_memory`, through which only the numbers of slots pass. The copy frees the
             # slot, too: a worker may overwrite it while the device still reads the pinned memory.
             yield image.pin_memory() if self.pin_memory else image, target

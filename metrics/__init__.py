@@ -38,6 +38,34 @@ def count_correct(output: Tensor | tuple[Tensor, ...], target: Tensor, topk: tup
         return [hits[:, : min(k, num_classes)].sum() for k in topk]
 
 
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Begin to copy a tensor to the host, and return the copy, which may be read after a later `CopyMark.wait`.
+
+    Where nothing runs beside the host, the tensor itself is returned.
+    """
+    # torch puts such a copy into pinned memory where the device has it; into other memory it would wait.
+    return tensor.to("cpu", non_blocking=True) if CopyMark.is_needed(tensor.device) else tensor
+
+
+class CopyMark:
+    """The point that a device's present stream has been told to reach: all copies begun before are there by then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = None
+        if self.is_needed(device):
+            self._event = torch.get_device_module(device).current_stream(device).record_event()
+
+    @staticmethod
+    def is_needed(device: torch.device) -> bool:
+        """Tell whether a device has streams: it computes beside the host, and tells when a copy is there."""
+        return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
+
+    def wait(self) -> None:
+        """Wait for the device to reach the point; what it was given later, it still has to do."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class Metric:
     """A metric computed from sums over images; or from all images of an evaluation, which `observe` then keeps."""
 
@@ -143,9 +171,10 @@ class Tally:
     the order of (step, micro-batch), or of the batches in an evaluation. So the values have the same bits at any world
     size and, since a checkpoint holds the sums, after any restart.
 
-    `update` takes a batch. `read_local` gives this process's values between two gatherings, without the others.
-    `synchronize_between_processes` gathers the batches, or `add` takes them from a tally that has. `means` gives the
-    values over all that is gathered, and `compute_and_reset` too, and begins anew.
+    `update` takes a batch, and `begin_read` begins to copy those so far to the host. `read_local` gives this process's
+    values between two gatherings, without the others. `synchronize_between_processes` gathers the batches, or `add`
+    takes them from a tally that has. `means` gives the values over all that is gathered, and `compute_and_reset` too,
+    and begins anew.
 
     Args:
         metrics: the metrics other than the loss.
@@ -157,6 +186,7 @@ class Tally:
         self.num_local_shards = num_local_shards
         self._width = sum(metric.num_sums for metric in self.metrics) + 1  # the last column is the number of images
         self.unread = []  # of each batch: number of images, mean loss, and the sums of the metrics on the device
+        self._begun = []  # on their way to the host: images of each batch, the other columns, and a mark behind these
         self._local = []  # read but not gathered yet: (batches, width) each
         # Hits are whole numbers, exact in float64 up to 2**53; losses are rounded in it, so their order is fixed.
         self._sums = torch.zeros(self._width, dtype=torch.float64)
@@ -168,17 +198,28 @@ class Tally:
         # A value that is read (.item()) makes the host wait for the step, and the device then waits for the host.
         self.unread.append((len(target), loss.detach(), *sums))
 
+    def begin_read(self) -> None:
+        """Begin to copy the batches since the last call to the host, and wait for nothing."""
+        if self.unread:
+            numbers, *columns = zip(*self.unread, strict=True)
+            device = columns[0][0].device
+            # One copy from the device for each column, and not for each batch.
+            copies = [copy_to_host(torch.stack(column)) for column in columns]
+            self._begun.append((numbers, copies, CopyMark(device)))
+            self.unread = []
+
     def _read(self) -> Tensor:
-        """Return (batches, width) float64: the sums of each batch since the last call; wait for the device."""
-        if not self.unread:
-            return torch.zeros(0, self._width, dtype=torch.float64)
-        numbers, *columns = zip(*self.unread, strict=True)
-        counts = torch.tensor(numbers, dtype=torch.float64)[:, None]
-        # One copy from the device for each column, and not for each batch; float64 on the CPU, which some devices lack.
-        losses, *sums = (torch.stack(column).cpu().double().view(len(counts), -1) for column in columns)
-        self.unread = []
-        # Batches may differ in size, so the mean of their mean losses would be no mean over images.
-        return torch.cat([losses * counts, *sums, counts], dim=1)
+        """Return (batches, width) float64: the sums of the batches whose copies have begun; wait for these."""
+        rows = [torch.zeros(0, self._width, dtype=torch.float64)]
+        for numbers, copies, mark in self._begun:
+            mark.wait()
+            counts = torch.tensor(numbers, dtype=torch.float64)[:, None]
+            # float64 on the CPU, which some devices lack.
+            losses, *sums = (column.cpu().double().view(len(counts), -1) for column in copies)
+            # Batches may differ in size, so the mean of their mean losses would be no mean over images.
+            rows.append(torch.cat([losses * counts, *sums, counts], dim=1))
+        self._begun = []
+        return torch.cat(rows)
 
     def _compute(self, sums: Tensor) -> tuple[dict[str, Any], int]:
         """Return the values by name of (width,) sums, and the number of images."""
@@ -196,21 +237,28 @@ class Tally:
         Those are of all batches since the processes last gathered theirs.
         """
         # Rows are kept, not their sum: the processes still have to add all batches in one order.
+        self.begin_read()
         rows = self._read()
         self._local.append(rows)
         values, count = self._compute(rows.sum(dim=0))
         return values, count, self._compute(torch.cat(self._local).sum(dim=0))[0]
 
-    def synchronize_between_processes(self) -> Tensor:
+    def synchronize_between_processes(self, *, is_begun: bool = False) -> Tensor:
         """Add up the batches since the last call. Collective: every rank must call it.
+
+        Args:
+            is_begun: only those whose copies have begun, beside the steps that follow.
 
         Returns:
             (batches, width) float64: the sums of each batch of all processes in order; loss first, image count last.
         """
+        if not is_begun:
+            self.begin_read()
         rows = torch.cat([*self._local, self._read()])
         self._local = []
         # Rows and not each process's sum: which batches a process has depends on the number of processes.
-        rows = interleave(all_gather(rows), self.num_local_shards)
+        # Beside steps no decision has said that all ranks are there: patience would wait a day for one that hangs.
+        rows = interleave(all_gather(rows, is_patient=not is_begun), self.num_local_shards)
         self.add(rows)
         return rows
 

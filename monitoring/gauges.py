@@ -1,12 +1,18 @@
 """Measure the training beside its metrics: time, norms, rates and memory."""
 
 import resource
+import statistics
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from metrics import copy_to_host
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -55,6 +61,76 @@ class Clock:
         return tuple(now - then for now, then in zip(self._totals, before, strict=True))
 
 
+class Stopwatch:
+    """Counts a rank's seconds of passes forward and backward, without those in which DDP waits for other ranks.
+
+    By events of the device, if it has streams, and else by the host's clock. It never waits for the device.
+
+    Args:
+        device: where the passes are computed.
+        waiter: the model of passes that may end with a wait for other ranks, or None.
+    """
+
+    def __init__(self, device: torch.device, waiter: nn.Module | None) -> None:
+        self.device = device
+        module: Any = torch.get_device_module(device)
+        self.module = module if device.type != "cpu" and hasattr(module, "Stream") else None
+        self._passes: deque[tuple] = deque()  # their beginnings and ends, those of the device not yet read
+        self._end: Any = None
+        self._total_s = 0.0
+        trained = [] if waiter is None else [each for each in waiter.parameters() if each.requires_grad]
+        # DDP waits at the end of the backward pass, in a callback that its last bucket puts into autograd's queue: what
+        # a gradient's hook puts there is done before. One parameter's hook is enough, of the last layer, as the last
+        # bucket is later or the same; each one's would cost the host a microsecond.
+        for last in trained[-1:]:
+            last.register_post_accumulate_grad_hook(self._queue_end)
+
+    def _queue_end(self, _: Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._note_end)
+
+    def _note_end(self) -> None:
+        self._end = self._mark()
+
+    def _mark(self) -> Any:
+        """Return this moment: an event in the device's queue, or the host's time."""
+        if self.module is None:
+            return time.perf_counter()
+        event = self.module.Event(enable_timing=True)
+        event.record(self.module.current_stream(self.device))
+        return event
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the passes forward and backward inside."""
+        begin, self._end = self._mark(), None
+        yield
+        self._passes.append((begin, self._end or self._mark()))
+
+    def count(self) -> float:
+        """Return the seconds so far, up to the last pass that the device is known to have done."""
+        while self._passes and (self.module is None or self._passes[0][1].query()):
+            begin, end = self._passes.popleft()
+            self._total_s += end - begin if self.module is None else begin.elapsed_time(end) / 1000  # from ms
+        return self._total_s
+
+    def restart(self) -> float:
+        """Return the seconds since the last restart."""
+        total_s = self.count()
+        self._total_s = 0.0
+        return total_s
+
+
+def slow_rank(computing_s: Sequence[float]) -> str:
+    """Tell which rank computes longest, if it takes 10 % and a second longer than the median; else return nothing."""
+    # Below a second, an epoch of a trial, ten per cent are the noise of a busy machine.
+    median_s, most_s = statistics.median(computing_s), max(computing_s)
+    if most_s < max(1.1 * median_s, median_s + 1):
+        return ""
+    rank, more = list(computing_s).index(most_s), f"{most_s / median_s - 1:.0%}" if median_s else "much"
+    return f"rank {rank} computes {more} longer than the median: {most_s:.1f} s for {median_s:.1f} s"
+
+
 class Gauges:
     """The fields of a training record beside the metrics; `parts` holds the run's model, optimizer and scaler."""
 
@@ -67,13 +143,14 @@ class Gauges:
         self.one = torch.ones((), device=device)
 
     def read(self, grad_norm: Tensor) -> dict[str, float | Tensor]:
-        """Return learning rates and norms after a step; tensors on the device are not read."""
+        """Return learning rates and norms after a step; the latter are copies on their way: see `copy_to_host`."""
         rates = {f"lr/{group['name']}": group["lr"] for group in self.groups if "name" in group}
         with torch.no_grad():
             norms = {"grad_norm": grad_norm, "weight_norm": nn.utils.get_total_norm(self.parameters)}
             # `get_scale` would wait for the device; a scaled one stays on it.
             scale = {} if self.scaler is None else {"loss_scale": self.scaler.scale(self.one)}
-        return {"lr": max(group["lr"] for group in self.groups), **rates, **norms, **scale}
+        copies = {name: copy_to_host(value) for name, value in (norms | scale).items()}
+        return {"lr": max(group["lr"] for group in self.groups), **rates, **copies}
 
     def rates(self, steps: int, train_s: float, wait_s: float) -> dict[str, float]:
         """Return the speed of `steps` steps and their use of the machine."""

@@ -44,6 +44,11 @@ trap stop USR1
 # Slurm may send SIGTERM to this shell too, which must not end before the ranks have saved.
 trap : TERM
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
+# Before a long run, look for a sick GPU or link, on every node of the job:
+#   srun --ntasks-per-node=1 dcgmi diag -r 2    # minutes; NVIDIA's DCGM
+#   srun --ntasks-per-node=8 all_reduce_perf -b 8 -e 1G -f 2 -g 1    # nccl-tests built with MPI=1: GB/s as you know them?
+# To learn which collective a hang is in (docs/launching.md, "When it hangs"):
+#   export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
 # Since Slurm 22.05 srun does not take the job's --cpus-per-task by itself.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 srun --kill-on-bad-exit=1 torchrun --nnodes="${SLURM_NNODES:-1}" --nproc_per_node="${GPUS:-${SLURM_GPUS_ON_NODE:-8}}" --rdzv-backend=c10d \

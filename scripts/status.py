@@ -19,6 +19,7 @@ from typing import Any
 
 from errors import UserError, duration
 from files import is_running, read_json
+from monitoring.gauges import slow_rank
 from monitoring.monitor import OF_TRAINING, read_records
 from scripts.tool import as_json, as_path, build_parser, positive, run
 from settings.tables import aligned
@@ -52,7 +53,14 @@ def describe(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for name in numbers.keys() - number.keys():
         state, reason = "unknown", f"status.json has no usable number as {name}"
     fields = {name: number.get(name) for name in ("step", "steps", "images_per_s", "left_s")}
-    return {"run": str(folder), "state": state, "reason": reason, **ages, **fields, "result": newest_result(folder)}
+    records = []
+    with suppress(OSError, UserError):
+        records = read_records(folder)
+    computing_s = computing(records)
+    if state == "running" and computing_s:
+        reason = slow_rank(computing_s)
+    more = {"computing_s": computing_s, "result": newest_result(records)}
+    return {"run": str(folder), "state": state, "reason": reason, **ages, **fields, **more}
 
 
 def process_of(status: dict[str, Any]) -> str:
@@ -64,11 +72,14 @@ def process_of(status: dict[str, Any]) -> str:
     return f"{where} is {'there' if is_running(pid) else 'gone'}"
 
 
-def newest_result(folder: Path) -> str:
+def computing(records: list[dict[str, Any]]) -> list[float]:
+    """Return the seconds that each rank computed in a run's newest epoch; nothing if it has no such record."""
+    found = [each["computing_s"] for each in records if isinstance(each.get("computing_s"), list)]
+    return found[-1] if found and all(type(each) is float for each in found[-1]) else []
+
+
+def newest_result(records: list[dict[str, Any]]) -> str:
     """Return a run's newest Acc@1 or loss in words; nothing if it has no records."""
-    records = []
-    with suppress(OSError, UserError):
-        records = read_records(folder)
     results = [each for each in records if each["kind"] not in OF_TRAINING] or records
     words = [f"{each['kind']} {name} {each[name]:.4g}" for each in results[-1:] for name in ("acc1", "map", "loss")
              if isinstance(each.get(name), int | float)]  # fmt: skip

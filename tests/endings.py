@@ -22,6 +22,7 @@ from settings.rules import SILENT
 # Fields of metrics.jsonl that depend on the machine, the moment and the number of processes.
 MACHINE_FIELDS = {
     "time", "hours", "images_per_s", "data_wait", "memory_gib", "world_size", "starting_s", "waiting_s", "saving_s",
+    "computing_s",
 }  # fmt: skip
 # In a checkpoint: the command and the machine that ran it; the results so far. In run.json: which start this was, and
 # of which code; among its options what may differ from one start of a run to the next.

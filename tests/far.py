@@ -14,6 +14,7 @@ import math
 import traceback
 import weakref
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch.utils import _pytree as pytree
@@ -30,6 +31,10 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 LOWER = ("conv1d conv2d conv3d conv_transpose2d.input convolution linear matmul mm mv bmm addmm baddbmm "
          "scaled_dot_product_attention").split()  # fmt: skip
 FLOAT32 = "cross_entropy_loss nll_loss softmax.int log_softmax.int layer_norm binary_cross_entropy".split()
+
+
+def always(value):
+    return lambda *_: value
 
 
 class Stream:
@@ -56,18 +61,22 @@ class Stream:
 
 class Event:
     def __init__(self, **_):
-        self.seen = {}
+        self.seen, self.stream = {}, None
 
     def record(self, stream):
+        self.stream = stream
         self.seen = {**stream.seen, stream: stream.now}
+        self.time_s = perf_counter()  # a kernel is done when it is queued
+
+    query = always(True)
+
+    def elapsed_time(self, end):
+        return 1000 * (end.time_s - self.time_s)
 
     def synchronize(self):
-        device.note_wait("Event.synchronize")
+        # The host may wait here, but not the device while it has work behind the event.
+        device.note_wait(f"Event.synchronize ({self.stream.now - self.seen[self.stream]} operations behind)")
         device.arrive(lambda stream, time: self.seen.get(stream, 0) >= time)
-
-
-def always(value):
-    return lambda *_: value
 
 
 class DeviceModule:

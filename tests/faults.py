@@ -136,7 +136,7 @@ def stop_in(name: str, call: int, when: str, number: int, *steps: int) -> Fault:
 
 FAULTS = {
     "a signal while the data are read": stop_in("data.build_datasets", 1, "after", TERM, 0),
-    "a signal before the first step": stop_in(STEP, 1, "before", TERM, 1),
+    "a signal before the first step": stop_in(STEP, 1, "before", TERM, 2),
     "a signal in an epoch": stop_in(STEP, 5, "after", USR1, 5, 6),
     "two signals": stop_in(STEP, 2, "before", TERM, 3)._replace(
         faults=[(1, STEP, 2, "before", TERM), (1, ZERO_GRAD, 2, "after", TERM)]
@@ -181,7 +181,7 @@ FAULTS = {
     ),
     "a rank that hangs": Fault(
         [(1, STEP, 2, "before", STOP)], (linger_briefly,), 2, ["--stall-timeout", "0.05"], code=1, state="failed",
-        says=("--stall-timeout", "images of the next step: [", "train_one_epoch"),
+        says=("--stall-timeout", "images of the next step: [", "no sign of life from rank 1"),
     ),
 }  # fmt: skip
 

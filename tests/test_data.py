@@ -311,6 +311,26 @@ HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, for a /dev/shm of its own")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_numbers_of_batches_are_their_images_whose_keys_are_computed_once_a_step(workers):
+    sampler, computed = TrainSampler(62, VirtualShards(6, 2)), []
+    sampler._keys = lambda *args: computed.append(args[1:3]) or TrainSampler._keys(sampler, *args)
+    loader = BatchLoader(Numbers(4), sampler, num_workers=workers, batch_bytes=3 * 3 * 4 * 4)
+    device_loader = data.DeviceLoader(loader, torch.device("cpu"), lambda image, *_: (image, _))
+    for epoch, start in [(0, 0), (1, 3), (1, 4)]:
+        sampler.set_epoch(epoch, start)
+        numbers = device_loader.numbers()
+        for _, (image, _) in zip(range(5), device_loader, strict=False):  # and leave the pass before its end
+            assert next(numbers).tolist() == image[:, 0, 0, 0].tolist()
+        computed.clear()
+        pairs = list(zip(device_loader, device_loader.numbers(), strict=True))
+        assert [number for (image, _), each in pairs for number in each.tolist()] == [int(key) for key in [*sampler]]
+        assert computed == 2 * [(step, shard) for step in range(start, 10) for shard in (0, 1)]  # once by the test
+    for _ in device_loader:
+        assert device_loader._keys is None
+    loader.close()
+
+
 def test_batches_take_no_room_in_dev_shm(tmp_path):
     done = run_ranks(load_with_shared_memory_of, 1, "1m", log_folder=tmp_path)  # less than a batch
     assert (done.codes, done.output) == ([0], "")

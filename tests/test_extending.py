@@ -383,6 +383,7 @@ def counting():
 
 def stopped(*numbers):
     """Change settings; in the third call of the loss change more, then send signals, or fail for a 0."""
+    assert gc.get_freeze_count() > 0
     gc.disable()
     torch.set_num_threads(3)
     torch.set_float32_matmul_precision("medium")
@@ -524,7 +525,8 @@ def test_a_second_run_in_a_process_is_that_of_a_fresh_one(kind, folder):
 def settings_of_process():
     return {
         "print": builtins.print, "stdout": sys.stdout, "stderr": sys.stderr, "path": [*sys.path],
-        "module": sys.modules.get("helper"), "garbage": gc.isenabled(), "dtype": torch.get_default_dtype(),
+        "module": sys.modules.get("helper"), "garbage": (gc.isenabled(), gc.get_freeze_count()),
+        "dtype": torch.get_default_dtype(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic,
@@ -541,6 +543,7 @@ def settings_of_process():
 
 def run_into_trouble(folder):
     torch.use_deterministic_algorithms(True, warn_only=True)
+    gc.unfreeze()  # what tests/warm.py has frozen
     before, errors = settings_of_process(), []  # which hold the frames of what was stopped, as a notebook does
     for options, kind in {
         "untroubled": type(None), "interrupted --test-only --resume {}/a/checkpoint.pth": KeyboardInterrupt,

@@ -1,17 +1,22 @@
 """On the rehearsal device of far.py: training, evaluation, resumes and tools where tensors do not lie on the host."""
 
+import functools
 import json
 import os
 import re
+import signal
 
 import pytest
 import torch
 
+import metrics
 import run
 import train
 from checkpointing import archive
+from monitoring.monitor import read_records
 from tests import far
-from tests.endings import differing
+from tests.endings import differing, exact
+from tests.faults import spoil_a_loss
 from tests.ranks import module_rank, run_ranks
 from tests.runs import FLAG, OPTIONS, Runs, assert_same
 from tests.started import refused
@@ -32,13 +37,21 @@ def runs(image_folder, tmp_path_factory):
 
 
 def watch(report, sabotage=None):
-    """Write for each step whether its line is due, and the waits since the step before; and those of an evaluation."""
+    """Write for each step whether its line is due, and the waits since the step before; and those of an evaluation.
+
+    Of those for an event, which let the device go on with what it has behind it, only the part of a step behind it.
+    """
     far.register()
     waits, steps, end_step, measure = far.device.waits, [], run.Run.end_step, train.measure
+    ends = [0]
 
     def end_watched(self, metric_logger, grad_norm):
+        print(f"end of step {self.number}")
         end_step(self, metric_logger, grad_norm)
-        steps.append((metric_logger.is_line_due, waits[:]))
+        ends.append(far.device.stream_now.now)
+        behind = [re.search(r"Event.synchronize \((\d+) operations behind", wait) for wait in waits]
+        numbers = [int(found[1]) / (ends[-1] - ends[-2]) if found else None for found in behind]
+        steps.append((metric_logger.is_line_due, [w if n is None else n for w, n in zip(waits, numbers, strict=True)]))
         waits.clear()
         report.write_text(json.dumps(steps))
 
@@ -56,6 +69,15 @@ def watch(report, sabotage=None):
 def run_watched(runs, folder, *argv, sabotage=None):
     argv = ["--device", "far", "--checkpoint-steps", "1000", *argv]
     return runs.run(folder.name, 1, *argv, prepare=(watch, folder / "waits.json", sabotage))
+
+
+def shown(waits):
+    """Those behind which the device has nearly a step to go on with."""
+    return [wait for wait in waits if isinstance(wait, float) and wait > 0.9]
+
+
+def blocking(waits):
+    return [wait for wait in waits if not isinstance(wait, float) or wait <= 0.9]
 
 
 # All with dropout, erasing, repeated augmentation and, but for one, an average of the weights and mixing. Those in one
@@ -94,13 +116,100 @@ def test_the_numbers_are_the_cpus_and_no_step_between_two_lines_waits_for_the_de
         assert losses[0] == pytest.approx(losses[1], rel=tolerance)
     else:
         assert_same(runs, tmp_path.name, name)
+    epochs = [each for each in read_records(runs.folder / tmp_path.name) if each["kind"] == "epoch"]
+    assert [0 < seconds < 60 for each in epochs for seconds in each["computing_s"]] == [True]  # by the device's events
     (_, first), *steps = json.loads((tmp_path / "waits.json").read_text())
     assert first  # the model's way to the device, and the first line
     assert len(steps) == (13 if case == "hard targets" else 2)
     # With float16 an optimizer looks at the loss scaler's verdict unless it is fused, as those of test_gpu.py.
-    assert {len(waits) for is_due, waits in steps if not is_due} == {int(case == "float16")}
-    lines = [waits for is_due, waits in steps if is_due]  # of the metrics' sums, and of two norms
-    assert all(0 < len(waits) <= 6 for waits in lines), lines
+    assert {len(blocking(waits)) for _, waits in steps[:-1]} == {int(case == "float16")}
+    assert [len(shown(waits)) for _, waits in steps[:-1]] == [1, *[0] * 9, 1, 0][: len(steps) - 1]
+    assert blocking(steps[-1][1])[int(case == "float16") :] == [0.0]  # of the last line
+
+
+# Seven steps of two micro-batches, with lines at 0, 2, 4 and 6.
+LINES = "--batch-size 2 --global-batch-size 4 --clip-grad-norm 1 --print-freq 2".split()
+TIMES = r"(eta|time|data|img/s): \S+"
+
+
+def line_steps(text):
+    """Return of each line its step, the step at whose end it was printed, and what it says but for times."""
+    found, end = [], None
+    for line in text.splitlines():
+        if mark := re.match(r"end of step (\d+)", line):
+            end = int(mark[1])
+        elif mark := re.match(r"Epoch: \[0\]  \[ *(\d+)/", line):
+            found.append((int(mark[1]), end, re.sub(TIMES, "", line)))
+    return found
+
+
+def test_a_line_waits_for_nothing_and_is_printed_a_step_later_as_it_was(runs, tmp_path):
+    (tmp_path / "at-once").mkdir()
+    run_watched(runs, tmp_path, *LINES).check()
+    # A save reads all metrics at once, and so the line.
+    run_watched(runs, tmp_path / "at-once", *LINES, "--checkpoint-steps", 1).check()
+    found, at_once = (line_steps((runs.folder / name / "log.txt").read_text()) for name in (tmp_path.name, "at-once"))
+    assert [each[:2] for each in found] == [(0, 1), (2, 3), (4, 5), (6, 6)]
+    assert [each[:2] for each in at_once] == [(step, step) for step in (0, 2, 4, 6)]
+    assert [text for *_, text in found] == [text for *_, text in at_once]
+    assert all(re.search(r"\]  +lr: \S+  loss: \S+ \(\S+\)  acc1: ", text) for *_, text in found)
+    assert all_records(runs, tmp_path.name) == all_records(runs, "at-once")
+    steps = [waits for _, waits in json.loads((tmp_path / "waits.json").read_text())]
+    assert [len(shown(waits)) for waits in steps] == [0, 1, 0, 1, 0, 1, 0]
+    assert [len(blocking(waits)) for waits in steps[1:]] == [0] * 5 + [1]
+
+
+def all_records(runs, name):
+    return exact(map(json.loads, (runs.folder / name / "metrics.jsonl").read_text().splitlines()))
+
+
+def read_lines_at_once():
+    begin_line = run.Run.begin_line
+
+    def begin_and_log(self, metric_logger):
+        begin_line(self, metric_logger)
+        self.log(metric_logger)
+
+    run.Run.begin_line = begin_and_log
+
+
+def test_negative_control_a_line_that_is_read_at_once_is_counted(runs, tmp_path):
+    run_watched(runs, tmp_path, *LINES, sabotage=read_lines_at_once).check()
+    steps = [waits for _, waits in json.loads((tmp_path / "waits.json").read_text())]
+    assert [len(blocking(waits)) for waits in steps[1:]] == [0, 1] * 3
+    assert {tuple(blocking(waits)) for waits in steps[1:]} == {(), (0.0,)}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_loss_that_is_not_finite_is_named_by_its_step_one_after_the_line(runs, tmp_path, step):
+    spoil = functools.partial(spoil_a_loss, 0, 2 * step + 1)
+    ended = run_watched(runs, tmp_path, *LINES, sabotage=spoil)
+    assert ended.codes == [5]
+    assert f"the loss of step {step} is not finite" in ended.output
+    assert "end of step 3" in ended.output
+    assert "end of step 4" not in ended.output
+
+
+@pytest.fixture(scope="module")
+def lined(runs):
+    runs.run("lined", 1, *LINES).check()
+    return runs
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("call", "when", "number", "world_size"), [
+    (3, "after", signal.SIGKILL, 1), (4, "before", signal.SIGKILL, 1), (4, "after", signal.SIGKILL, 1),
+    (5, "after", signal.SIGKILL, 2), (6, "after", signal.SIGKILL, 1), (3, "before", signal.SIGTERM, 1),
+    (4, "before", signal.SIGTERM, 1), (5, "before", signal.SIGTERM, 2),
+])  # fmt: skip
+def test_a_kill_at_a_line_and_at_the_step_after_it_changes_no_record(lined, tmp_path, call, when, number, world_size):
+    argv, strike = [*LINES, "--checkpoint-steps", 4, "--device", "cpu"], (0, "run.Run.end_step", call, when, number)
+    ended = lined.run(tmp_path.name, world_size, *argv, faults=[strike])
+    assert (ended.codes == [0] * world_size) == (number == signal.SIGTERM), ended.output
+    assert "stopped after step" in ended.output or number == signal.SIGKILL
+    lined.run(tmp_path.name, 1, *argv, "--resume", "auto").check()
+    assert_same(lined, tmp_path.name, "lined")
+    assert all_records(lined, tmp_path.name) == all_records(lined, "lined")
 
 
 @pytest.mark.dist
@@ -152,8 +261,13 @@ def load_the_optimizer_to_the_host():
     torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(lambda _, value, *__, **___: value)
 
 
+def wait_for_no_copy():
+    metrics.CopyMark.wait = lambda self: None
+
+
 @pytest.mark.parametrize(("sabotage", "words"), [
-    (wait_for_no_stream, "is not finite"), (load_the_optimizer_to_the_host, "found far:0 and cpu"),
+    (wait_for_no_stream, "is not finite"), (wait_for_no_copy, "is not finite"),
+    (load_the_optimizer_to_the_host, "found far:0 and cpu"),
 ])  # fmt: skip
 def test_negative_control_the_device_shows(runs, tmp_path, sabotage, words):
     checkpoint = runs.folder / "undisturbed" / "checkpoint-00000002.pth"

@@ -93,8 +93,17 @@ def scored_images():
     return scores, torch.arange(NUM_IMAGES) // 2 % (NUM_CLASSES - 1)
 
 
+class Keyed(DataLoader):
+    """A plain loader with the keys of the batch that it yielded last."""
+
+    def __iter__(self):
+        for keys, batch in zip(self.batch_sampler, super().__iter__(), strict=True):
+            self.keys = keys
+            yield batch
+
+
 def device_loader(tensors, batch_size, keys):
-    loader = DataLoader(TensorDataset(*tensors), batch_size, sampler=keys)
+    loader = Keyed(TensorDataset(*tensors), batch_size, sampler=keys)
     return data.DeviceLoader(loader, torch.device("cpu"), lambda image, target, *_: (image, target))
 
 

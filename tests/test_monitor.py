@@ -35,6 +35,7 @@ from loading.forms import open_source
 from loading.on_device import Normalize
 from monitoring import loggers, monitor, pictures
 from monitoring.events import NOT_DRAWN
+from monitoring.gauges import slow_rank
 from monitoring.monitor import read_records
 from presets import ClassificationPresetTrain
 from scripts.report import write_report
@@ -570,6 +571,8 @@ def test_folders_of_processes_that_are_gone_are_removed_and_no_others(tmp_path, 
         (tmp_path / f"it-{pid}-a").mkdir()
     own = Path(own_temporary_folder("it")).name
     assert {path.name for path in tmp_path.iterdir()} == {own, f"it-{os.getpid()}-a", f"it-{os.getppid()}-a"}
+    monkeypatch.setattr(Path, "glob", lambda *_: [tmp_path / f"it-{gone.pid}-b"])  # which another rank has removed
+    own_temporary_folder("it")
 
 
 def test_a_run_that_is_preempted_or_out_of_memory_says_so(running, tmp_path):
@@ -589,6 +592,39 @@ def test_a_run_that_is_preempted_or_out_of_memory_says_so(running, tmp_path):
     _, output = run_tool(tmp_path, "status", tmp_path / "runs", code=1)
     assert output.splitlines()[0].split()[:4] == ["run", "state", "heartbeat", "step"]
     assert "\x1b" not in output
+
+
+def be_slow():
+    """Have rank 1 take its time in the loss."""
+    cross_entropy = torch.nn.functional.cross_entropy
+    if os.environ["RANK"] == "1":
+        torch.nn.functional.cross_entropy = lambda *args, **kwargs: time.sleep(0.4) or cross_entropy(*args, **kwargs)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("argv", [[], ["--global-batch-size", 8, "--use-deterministic-algorithms"]])
+def test_a_rank_that_computes_longer_than_the_others_is_named(image_folder, tmp_path, argv):
+    folder = tmp_path / "runs" / "a"
+    options = ["--data-path", image_folder, *SMALL, "--batch-size", 2, "--epochs", 1, "--output-dir", folder, *argv]
+    run_ranks(train_rank, 2, [str(word) for word in options], (), (be_slow,), log_folder=tmp_path).check()
+    (record,) = (each for each in read_records(folder) if each["kind"] == "epoch")
+    fast, slow = record["computing_s"]  # in 6 or 7 forward passes on each rank, whose gradients the other one awaits
+    assert slow > max(2.4, fast + 2)
+    told_on = re.findall(r"rank \d computes .*", (folder / "log.txt").read_text())
+    assert told_on == [f"rank 1 computes {slow / ((slow + fast) / 2) - 1:.0%} longer than the median: "
+                       f"{slow:.1f} s for {(slow + fast) / 2:.1f} s"]  # fmt: skip
+    status = read(folder)
+    (folder / "status.json").write_text(json.dumps(status | {"state": "running", "heartbeat": time.time()}))
+    found = told(tmp_path, code=0)["a"]
+    assert (found["computing_s"], found["reason"]) == ([fast, slow], told_on[0])
+
+
+@pytest.mark.parametrize(("seconds", "words"), [
+    ([1.0], ""), ([0.1, 0.9], ""), ([100.0, 100.0, 109.0], ""), ([10.0, 10.0, 10.9], ""), ([0.0, 0.0, 2.0], "rank 2"),
+    ([100.0, 111.0, 100.0, 90.0], "rank 1 computes 11% longer than the median: 111.0 s for 100.0 s"),
+])  # fmt: skip
+def test_one_rank_above_the_median_by_a_tenth_and_a_second_is_slow(seconds, words):
+    assert slow_rank(seconds)[: len(words) or None] == words
 
 
 def test_a_status_file_with_a_number_that_is_none_spoils_no_other_run(tmp_path):

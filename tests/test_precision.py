@@ -2,24 +2,28 @@
 
 import json
 import os
+from functools import partial
 
 import pytest
 import timm
 import torch
 import torchvision
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import train
 from errors import UserError
 from models import gradients, optim
 from models.build import build_model, build_scaler, compile_model, move_to_device, set_grad_checkpointing, set_up_device
 from models.ema import ExponentialMovingAverage
+from monitoring.gauges import Stopwatch
 from monitoring.monitor import read_records
 from run import BareRun
 from sampler import VirtualShards
 from settings import config
+from settings.options import DistributedOptions
 from tests.endings import differing
-from tests.ranks import run_ranks, torchrun_environment, train_rank
+from tests.ranks import run_check, run_ranks, torchrun_environment, train_rank
 from tests.runs import FLAG, Runs, assert_same, set_variables
 from tests.started import SMALL_PLAIN, run_train
 
@@ -263,6 +267,34 @@ def test_compiled_in_bfloat16_killed_and_resumed_same_bits(runs):
     runs.run("compiled-killed", 2, *options, "--resume", "auto", timeout_s=600).check()
     assert_same(runs, "compiled-killed", "compiled")
     assert not any("_orig_mod" in name for name in runs.final("compiled"))
+
+
+def compile_in_ddp(rank, world_size, cap_mb, num_graphs):
+    """Train a model of four layers of 1.4 MB each that is compiled as `main` does, and count its graphs."""
+    args, graphs = options("--compile"), []
+    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
+    # Inductor would take half a minute for the same graphs.
+    model.compile = lambda mode, **kwargs: nn.Module.compile(
+        model, backend=lambda graph, _: graphs.append(graph) or graph.forward, **kwargs
+    )
+    compile_model(model, args.precision, args.augmentation)
+    gradients.DistributedDataParallel = partial(DistributedDataParallel, bucket_cap_mb=cap_mb)
+    place = DistributedOptions(device="cpu", world_size=world_size, rank=rank, num_shards=world_size)
+    wrapped = gradients.wrap_model(model, place, args.precision.compile)
+    stopwatch = Stopwatch(CPU, wrapped)
+    for _ in range(3):
+        with stopwatch.timed():
+            wrapped(torch.randn(2, 600)).sum().backward()
+    assert wrapped.module is model
+    assert wrapped._compiled_call_impl is None  # else its graph would end where DDP's own code begins
+    assert len(graphs) == num_graphs, len(graphs)
+    assert stopwatch.count() > 0
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("cap_mb", "num_graphs"), [(1, 4), (25, 2)])  # of 25 MB, behind a first one of 1
+def test_a_model_compiled_in_ddp_is_cut_at_the_buckets_whose_sums_so_overlap(tmp_path, cap_mb, num_graphs):
+    run_check(2, compile_in_ddp, tmp_path, cap_mb, num_graphs)
 
 
 def test_the_memory_order_of_restored_momenta_is_the_parameters():
