@@ -45,6 +45,7 @@ NEEDED = {
     "crop_ramp_epochs": "--train-crop-size-min 16 --crop-ramp-epochs 1 3",
     "lr_scaling": "--lr-scaling linear --lr-scaling-batch 16",
     "lr_scaling_batch": "--lr-scaling linear --lr-scaling-batch 16",
+    "lr_milestones": "--lr-scheduler multisteplr --lr-milestones 1",
     "lr_cooldown_epochs": "--lr-scheduler wsd --lr-cooldown-epochs 1",
     "test_only": "--weights {folder}/weights.pth", "ema": "--weights {folder}/weights.pth",
 }  # fmt: skip
