@@ -570,7 +570,7 @@ class DeviceLoader:
             self.label_sets = torch.from_numpy(self.dataset.index.label_sets).to(device)
         self.streams = torch.get_device_module(device)
         self.stream = None
-        if device.type != "cpu" and hasattr(self.streams, "Stream"):
+        if collectives.has_streams(device):
             self.stream = self.streams.Stream(device)
 
     def __len__(self) -> int:
@@ -638,8 +638,8 @@ def build_device_loader(
     """
     if loader is None:
         return None
-    is_last = args.precision.channels_last
-    of_training, of_evaluation = build_batch_transforms(args.augmentation, is_last, num_classes, device)
+    channels_last = args.precision.channels_last
+    of_training, of_evaluation = build_batch_transforms(args.augmentation, channels_last, num_classes, device)
     dataset: Any = loader.dataset  # it has a length
     loader.sampler = sampler or build_eval_sampler(dataset, args.optimization, args.distributed)
     transform = of_training if isinstance(loader.sampler, TrainSampler) else of_evaluation

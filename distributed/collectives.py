@@ -238,6 +238,11 @@ def has_fast_bfloat16() -> bool:
     return has_instructions and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def has_streams(device: torch.device) -> bool:
+    """Tell whether a device has streams: it computes beside the host, and tells by events how far it is."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
+
+
 def find_accelerator() -> str | None:
     """Return the kind of accelerator that this machine has and torch can use, or None."""
     if not torch.accelerator.is_available():

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from distributed.collectives import all_gather, interleave
+from distributed.collectives import all_gather, has_streams, interleave
 from errors import UserError, as_user_error
 from settings.choices import CURVES, METRICS, Curve, curves_of
 from settings.custom_code import load_function
@@ -44,7 +44,7 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     Where nothing runs beside the host, the tensor itself is returned.
     """
     # torch puts such a copy into pinned memory where the device has it; into other memory it would wait.
-    return tensor.to("cpu", non_blocking=True) if CopyMark.is_needed(tensor.device) else tensor
+    return tensor.to("cpu", non_blocking=True) if has_streams(tensor.device) else tensor
 
 
 class CopyMark:
@@ -52,13 +52,8 @@ class CopyMark:
 
     def __init__(self, device: torch.device) -> None:
         self._event = None
-        if self.is_needed(device):
+        if has_streams(device):
             self._event = torch.get_device_module(device).current_stream(device).record_event()
-
-    @staticmethod
-    def is_needed(device: torch.device) -> bool:
-        """Tell whether a device has streams: it computes beside the host, and tells when a copy is there."""
-        return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
 
     def wait(self) -> None:
         """Wait for the device to reach the point; what it was given later, it still has to do."""

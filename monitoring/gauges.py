@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distributed.collectives import has_streams
 from metrics import copy_to_host
 
 
@@ -73,8 +74,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, waiter: nn.Module | None) -> None:
         self.device = device
-        module: Any = torch.get_device_module(device)
-        self.module = module if device.type != "cpu" and hasattr(module, "Stream") else None
+        self.module: Any = torch.get_device_module(device) if has_streams(device) else None
         self._passes: deque[tuple] = deque()  # their beginnings and ends, those of the device not yet read
         self._end: Any = None
         self._total_s = 0.0
