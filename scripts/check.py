@@ -188,7 +188,9 @@ def open_splits(data_path: Path | str, names: tuple[str, ...], report: Report, *
     for name in names:
         try:
             splits[name] = (
-                open_source(data_path / name, *reading) if isinstance(data_path, Path) else RemotePack(data_path, name)
+                open_source(data_path / name, *reading, is_all=name == "train")
+                if isinstance(data_path, Path)
+                else RemotePack(data_path, name)
             )
         except UserError as error:
             hint = "; --expect-val 0 checks train alone, for train.py --minival" if name == "val" and splits else ""
