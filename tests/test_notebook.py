@@ -22,20 +22,16 @@ from tests.ranks import REPOSITORY, run_ranks
 from tests.started import SMALL, Started
 
 SLOW = """
-import time
-from pathlib import Path
-from torch.nn import functional
+import pathlib, time, torch
 def slow():
     def loss(output, target):
-        Path("in a step").touch()
+        pathlib.Path("in a step").touch()
         time.sleep(0.4)
-        return functional.cross_entropy(output, target)
+        return torch.nn.functional.cross_entropy(output, target)
     return loss
 """
-SMALLER = """{
-    "model": "shufflenet_v2_x0_5", "weights": "w.pth", "batch_size": 8, "workers": 0,
-    "train_crop_size": 32, "val_crop_size": 32, "val_resize_size": 32,
-}"""
+SIZES = dict.fromkeys(["train_crop_size", "val_crop_size", "val_resize_size"], 32)
+SMALLER = str({"model": "shufflenet_v2_x0_5", "weights": "w.pth", "batch_size": 8, "workers": 0, **SIZES})
 
 
 def press(kernel, folder, num_stops):
@@ -92,14 +88,9 @@ def test_the_notebook_runs_shows_curves_and_one_line_and_survives_both_stops(tmp
     text, html = shown[2]
     assert html.count("<img") == 2  # Acc@1 and loss, drawn in place
     assert "eta: " not in text
-    for words in (
-        "photos has no train/ and is taken as it: the classes are its folders, class0, class1, class2\n",
-        "evaluate  python train.py --test-only --resume runs/photos/best.pth",
-        "finished run in runs/photos, best: {'kind': 'minival'",
-    ):
-        assert words in text, words
-    assert "% right, from " in shown[5][0]
-    assert shown[5][0].count("image000.jpg class") == 3
+    assert "photos has no train/ and is taken as it: the classes are its folders, class0, class1, class2\n" in text
+    assert "finished run in runs/photos, best: {'kind': 'minival'" in text
+    assert ("% right, from " in shown[5][0], shown[5][0].count("image000.jpg class")) == (True, 3)
 
     for source, words in {"epoch=3": "unrecognized argument", "data_path='no'": "--data-path no is no"}.items():
         *_, error = run(f"kept = 42; fit_photos({source})")
