@@ -224,8 +224,7 @@ class BareStep:
         self.moments = []
         self.mark()
         self.run_steps()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        torch.get_device_module(self.device).synchronize()
         begin, *ends = self.moments
         ends = ends[min(10, len(ends) // 2) - 1 :] if len(ends) > 2 else [begin, *ends]
         step_s = seconds_between(ends[0], ends[-1]) / (len(ends) - 1)
