@@ -353,8 +353,8 @@ def write_report(options: Namespace) -> None:
     environment = describe_environment(DataOptions(), place)
     before = read_json(options.json) if options.only or options.part else {}
     rows = before["rows"] if before.get("environment") == environment else {}
-    report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "processor": describe_processor()}
-    report |= {"environment": environment, "device": options.device, "rows": rows}
+    report: dict[str, Any] = {"processor": describe_processor(), "environment": environment}
+    report |= {"device": options.device, "rows": rows}
     with tempfile.TemporaryDirectory() as name:
         for row in build_rows(options, Path(name), num_gpus):
             if options.only not in row.name or options.part not in (None, row.part):
@@ -364,7 +364,7 @@ def write_report(options: Namespace) -> None:
             elif found := measure(row, Path(name), end_s):
                 judge(row, found, rows, environment.get("gpu", ""), options.crop)
                 print(f"{row.name}: {as_text(found)}", flush=True)
-                rows[row.name] = found
+                rows[row.name] = {**found, "date": time.strftime("%Y-%m-%d")}  # the code may be another by then
                 num_measured += 1
                 tool.write_report(options.json, report)
     if not num_measured:

@@ -216,8 +216,8 @@ def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder,
     rows, run, output = report(), f"{PLAIN}, batch 2, bfloat16, NHWC", capsys.readouterr().out
     bits = "a run of two epochs, and one resumed after the first"
     assert rows.keys() == {run, "step, float32", bits, "`resnet50-fast16`, made-up images"}, output
-    assert rows[bits] == {"result": "the same bits"}
-    assert rows[run].keys() == {"images_per_s", "data_wait", "memory_gib", "first_step_s", "eval_images_per_s"}
+    assert rows[bits]["result"] == "the same bits"
+    assert rows[run].keys() == {"images_per_s", "data_wait", "memory_gib", "first_step_s", "eval_images_per_s", "date"}
     assert "tests of `-m gpu`: not measured" in output
     assert page.read_text() == before
     after = report("--data-path", image_folder, "--only", "JPEGs")  # which keep the others
