@@ -30,7 +30,8 @@ from tests.started import SMALL_ANYWHERE, run_train
 @pytest.fixture
 def root(tmp_path):
     (tmp_path / "repository" / "records").mkdir(parents=True)
-    (tmp_path / "repository" / "README.md").write_text(f"before\n{ledger.BEGIN}old\n{ledger.END}after\n")
+    for page in ("README.md", "records/README.md"):
+        (tmp_path / "repository" / page).write_text(f"before\n{ledger.BEGIN}old\n{ledger.END}after\n")
     return tmp_path / "repository"
 
 
@@ -83,12 +84,35 @@ def test_a_row_holds_the_mean_and_the_range_of_its_seeds_and_the_newest_is_first
     assert [(root / "records" / link).is_file() for link in links] == 4 * [True]
 
 
+@pytest.mark.parametrize(("values", "least"), [
+    ((50.0, 60.0, 70.0), 60 - 6.964557 * 10 / 3**0.5), ((5.0, 7.0, 5.0, 7.0), 6 - 4.540703 * (4 / 3) ** 0.5 / 2),
+])  # fmt: skip
+def test_a_claim_to_send_is_a_folder_with_a_page_of_its_lever_and_its_bound(finished, root, values, least, capsys):
+    """Quantiles of Student's t at 0.99, of two and three degrees of freedom, from a printed table."""
+    sent = root / "sent"
+    for seed, acc1 in enumerate(values):
+        add(finished, root, seed, acc1)  # into the run's own files
+        ledger.add_record(finished, "digits, sent", sent, "a lever")
+        if seed < 2:
+            with pytest.raises(UserError, match=r"digits, sent: .* a claim needs 3 seeds at least"):
+                ledger.write_claim(sent)
+    (shown,) = ledger.write_claim(sent).splitlines()
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    count = len(values)
+    assert shown.startswith(f"digits, sent: mean {mean:.2f}, deviation {deviation:.2f}, {count} seeds: above ")
+    assert float(re.search(r"above ([\d.]+) with p < 0.01$", shown)[1]) == pytest.approx(least, abs=0.006)
+    page = (sent / "README.md").read_text()
+    assert f"| digits, sent | {mean:.2f} ({min(values):.2f} to {max(values):.2f}, {count} seeds) | a lever | " in page
+    assert page.endswith(f"\n{shown}\n")
+    assert len([*sent.glob("digits-sent-seed*/record.json")]) == count
+
+
 def test_runs_of_one_claim_differ_in_the_seed_alone(finished, root):
     add(finished, root, 0, 50.0)
     edit(finished, "recipe.toml", "lr = 0.05", "lr = 0.06")
     with pytest.raises(UserError, match="seed0 and digits-1-days-seed1 differ in more than the seed"):
         add(finished, root, 1, 60.0)
-    assert [path.name for path in (root / "records").iterdir()] == ["digits-1-days-seed0"]
+    assert [path.parent.name for path in (root / "records").glob("*/record.json")] == ["digits-1-days-seed0"]
 
 
 def test_each_kind_of_processor_is_a_row_and_each_claim_a_folder(finished, root):
@@ -114,7 +138,7 @@ def test_what_is_no_finished_run_of_a_commit_is_no_record(finished, root, change
     change(finished)
     with pytest.raises(UserError):
         ledger.add_record(finished, "digits", root / "records")
-    assert not list((root / "records").iterdir())
+    assert not list((root / "records").glob("*/*"))
 
 
 def write_log(path, command, *results):
@@ -141,9 +165,9 @@ def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(roo
         theirs = [f"Test:  Acc@1 {acc1} Acc@5 99.0", f"Training time 1:0{seed}:00"]
         ledger.add_record(write_log(tmp_path / f"{seed}.log", command, *theirs), "theirs", root / "records")
     ledger.write_tables(root)
-    rows = [line.split(" | ")[:3] for line in (root / "records" / "README.md").read_text().splitlines()]
-    assert ["| Lite", "90.50", ""] in rows
-    assert ["| theirs", "51.00 (50.00 to 52.00, 2 seeds)", "1h00m"] in rows
+    rows = [line.split(" | ")[:4] for line in (root / "records" / "README.md").read_text().splitlines()]
+    assert ["| Lite", "90.50", "", ""] in rows
+    assert ["| theirs", "51.00 (50.00 to 52.00, 2 seeds)", "", "1h00m"] in rows
     assert "Lite" not in (root / "README.md").read_text()
     other = write_log(tmp_path / "b.log", "python -c 'torch.manual_seed(2)' --lr 0.2", "Test:  Acc@1 9.0 Acc@5 9.0")
     with pytest.raises(UserError, match="differ in more than the seed"):
@@ -161,7 +185,7 @@ def test_a_log_or_a_claim_that_no_row_can_show_leaves_no_record(root, tmp_path, 
     (tmp_path / "a.log").write_text("$ a\nTest: Acc@1 5.0" if text.startswith("claim") else text)
     with pytest.raises(UserError, match=re.escape(words)):
         ledger.add_record(tmp_path / "a.log", text, root / "records")
-    assert not list((root / "records").iterdir())
+    assert not list((root / "records").glob("*/*"))
 
 
 @pytest.mark.parametrize("change", [
