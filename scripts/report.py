@@ -302,9 +302,9 @@ def page(title: str, sections: dict[str, str]) -> bytes:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Return an HTML table with all text escaped."""
+    """Return an HTML table with all text escaped; no line ends before a sign of percent."""
     lines = [[f"<th>{escape(name)}" for name in head]] + [[f"<td>{escape(_text(v))}" for v in row] for row in rows]
-    return f"<table>{''.join('<tr>' + ''.join(line) for line in lines if line)}</table>"
+    return f"<table>{''.join('<tr>' + ''.join(line) for line in lines if line)}</table>".replace(" %", "&nbsp;%")
 
 
 def _text(value: Any) -> str:
@@ -482,9 +482,9 @@ def compare_runs(groups: dict[str, list[LoggedRun]]) -> str:
 
 
 def reproduce(runs: list[LoggedRun], settings: list[list[Any]]) -> str:
-    """Return HTML with lines for a shell that repeat the runs, and rows of a paper's table from those of `rank`."""
+    """Return HTML with rows of a paper's table from those of `rank`, and lines for a shell that repeat the runs."""
     rows = [" & ".join(re.sub(r"([%&#$_])", r"\\\1", str(cell)) for cell in row) + r" \\" for row in settings]
-    return "".join(f"<pre>{escape(chr(10).join(lines))}</pre>" for lines in (map(repeat, runs), rows))
+    return "".join(f"<pre>{escape(chr(10).join(lines))}</pre>" for lines in (rows, map(repeat, runs)))
 
 
 def repeat(run: LoggedRun) -> str:
@@ -499,7 +499,7 @@ def repeat(run: LoggedRun) -> str:
         if not any(word.startswith("--seed") for word in words):
             words += ["--seed", str(run.options.get("seed"))]
         lines.append(shlex.join([f"OMP_NUM_THREADS={facts.get('environment.threads')}", *words]))
-    return "\n".join(map(one_line, lines))
+    return "\n".join(map(one_line, [*lines, ""]))
 
 
 def write_report(folders: list[Path], out: Path | None = None) -> Path:

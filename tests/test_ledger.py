@@ -310,7 +310,7 @@ class Cells(HTMLParser):
 
     def handle_data(self, text):
         if self.rows and self.rows[-1] and self.get_starttag_text()[1:3] in ("td", "th"):
-            self.rows[-1][-1] += text
+            self.rows[-1][-1] += text.replace("\xa0", " ")
 
 
 def write_run(folder, seed=0, lr=0.1, factor=1.0, fold=0, weights=""):
@@ -462,12 +462,12 @@ def test_the_block_to_paste_names_what_a_run_depends_on_and_a_seed_for_each_comm
         about = {"command": ["train.py", "--lr", "a b", *words], "processor": "a\nCPU", "environment": environment}
         (run / "run.json").write_text(json.dumps(about | {"hashes": {"data": run.name}}))
     page = report.write_report(runs, tmp_path / "page.html").read_text()
-    block, row = map(unescape, re.findall("<pre>(.*?)</pre>", page.partition("<h2>Reproduce</h2>")[2], re.DOTALL))
+    row, block = map(unescape, re.findall("<pre>(.*?)</pre>", page.partition("<h2>Reproduce</h2>")[2], re.DOTALL))
     facts = "processor a CPU, torch 2.9, revision ab12, threads 2, world_size 2, hashes.data"
-    assert block.splitlines() == [
+    assert [*block.splitlines(), ""] == [
         line for seed in (0, 1) for line in (
             f"# a_{seed}: {facts} a_{seed}",
-            f"OMP_NUM_THREADS=2 torchrun --nproc_per_node=2 train.py --lr 'a b' --seed {seed}",
+            f"OMP_NUM_THREADS=2 torchrun --nproc_per_node=2 train.py --lr 'a b' --seed {seed}", "",
         )
     ]  # fmt: skip
     (tmp_path / "b").mkdir()

@@ -472,7 +472,7 @@ def test_a_list_is_read_and_the_page_begins_with_the_surest_mistake(exported, tm
         lines = [Path(each["file"]).name, *(f"{top['probability']:.1%} {top['class']}" for top in each["top"])]
         groups[mark].append([mark, *lines, *([f"{mark}: is {truth}"] if truth else [])])
     groups["wrong"].reverse()
-    page = (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text().replace("&nbsp;", " ")
     found = re.findall('<figure class="(.*?)">.*?<figcaption>(.*?)</figcaption>', page)
     expected = json.dumps([line for group in groups.values() for line in group]).replace("<c>", "&lt;c&gt;")
     assert json.dumps([[mark, *text.split("<br>")] for mark, text in found]) == expected
