@@ -339,8 +339,8 @@ class FolderIndex(ImageIndex):
         """Return the names in a folder that are not hidden, and note the others; all names where these are refused."""
         if self.hidden is None:
             return names
-        root = str(self.root)
-        return [name for name in names if not check_hidden(root, [encoded(f"{folder}/{name}")], hidden=self.hidden)]
+        paths = {name: encoded(os.path.join(folder, name)) for name in names}
+        return [name for name, path in paths.items() if not check_hidden(str(self.root), [path], hidden=self.hidden)]
 
 
 def _walk(root: str, folder: str, scan: Scan, parents: tuple = ()) -> Iterator[tuple[str, list[str]]]:
