@@ -363,10 +363,14 @@ def row(group: list[dict], *, has_lever: bool = False) -> str:
     name, values = results_of(group)
     if not all(0 <= value <= 100 for value in values):
         raise UserError(f"{name} is {values[0]}; expected 0 to 100")
-    shown = f"{'mAP ' * (name == 'map')}{statistics.fmean(values):.2f}"
+    shown, about = f"{'mAP ' * (name == 'map')}{statistics.fmean(values):.2f}", []
     if len(group) > 1:
         kind = "folds" if any(record.get("fold") for record in group) else "seeds"
-        shown += f" ({min(values):.2f} to {max(values):.2f}, {len(group)} {kind})"
+        about = [f"{min(values):.2f} to {max(values):.2f}", f"{len(group)} {kind}"]
+    if counts := {f"{record['results']['val']['n']:,.0f}" for record in group if "n" in record["results"]["val"]}:
+        about.append(f"n={' or '.join(sorted(counts))}")
+    if about:
+        shown += f" ({', '.join(about)})"
     hours = [record["hours"] for record in group]
     took = "" if None in hours else duration(3600 * statistics.fmean(hours))
     places = dict.fromkeys(

@@ -7,7 +7,7 @@ from typing import Any
 
 from errors import as_user_error, one_line
 from loading.heic import require_heic
-from loading.index import CLASSES, ImageIndex
+from loading.index import CLASSES, Hidden, ImageIndex
 from loading.source import HEIC_EXTENSIONS, Source, check_label_sets, is_remote, list_folder
 from settings import choices
 from settings.custom_code import load_function
@@ -40,11 +40,13 @@ def check_source(root: Path) -> list[Source]:
     raise explain_missing(root, lambda: bool(find_sources(root.parent / "train")))
 
 
-def open_source(root: Path, separator: str | None = None, extensions: Sequence[str] | None = None) -> Source:
+def open_source(
+    root: Path, separator: str | None = None, extensions: Sequence[str] | None = None, hidden: Hidden = None
+) -> Source:
     """Return the preferred source of a split, opened; its root is the data path and the split's name.
 
     With a `separator` it is a list whose images have several labels, or a pack of it. `extensions` are further ones of
-    images.
+    images. `hidden` is as of `check_hidden`.
 
     Raises:
         UserError: the split is not there, cannot be an image folder, or its images have one label and need several.
@@ -57,7 +59,7 @@ def open_source(root: Path, separator: str | None = None, extensions: Sequence[s
     if source.form == "folder" and os.path.lexists(root.parent / CLASSES):
         print(one_line(f"{root.parent / CLASSES} is not read: class folders are in the order of their names"))
     if isinstance(source, ImageIndex):
-        source.separator = separator
+        source.separator, source.hidden = separator, hidden
         source.extensions += tuple(extensions or ())
         if {*HEIC_EXTENSIONS} & {*(extensions or ())}:
             require_heic(f"--extensions {' '.join(extensions)} includes HEIC")

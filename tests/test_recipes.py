@@ -250,6 +250,9 @@ def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
     assert "sync-bn = true" in outcome.output
     assert "# 4096 images per step: 1 process x 32 micro-batches x 128\n" in outcome.output
     assert "# --sync-bn: needs 32 processes, one for each micro-batch\n" in outcome.output
+    assert "# counted for 1 process: torchrun --nproc_per_node=N in place of python counts for N\n" in outcome.output
+    outcome = run_ranks(train_rank, 2, [*argv, "--no-sync-bn"], log_folder=tmp_path).check()
+    assert "# 4096 images per step: 2 processes x 16 micro-batches x 128\n# counted for 2 processes: " in outcome.output
     assert not out.exists()
 
 
