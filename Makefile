@@ -74,8 +74,8 @@ chaos: $(READY)  ## inject faults into runs, thousands of times, and compare wha
 fuzz: $(READY)  ## mutate what is read from disk, 10,000 times: some ten minutes on two cores
 	$(BIN)/python -m tests.fuzz
 
-gpu-report: $(READY)  ## measure on a GPU what has not been, in at most 20 minutes; docs/performance.md gets the table
-	$(BIN)/python -m bench.gpu_report
+gpu-report: $(READY)  ## measure on a GPU what has not been, in at most 20 minutes, or a PART of 1 to 3 in 4
+	$(BIN)/python -m bench.gpu_report $(if $(PART),--part $(PART)) $(if $(DATA),--data-path $(DATA))
 
 test-gpu: $(READY)  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

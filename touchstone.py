@@ -47,9 +47,10 @@ class Fitted:
         self.state = read_json(self.folder / "status.json").get("state")
         self.best = next(self.folder.glob("best.pth"), self.folder / "checkpoint.pth")
         run = report.LoggedRun(self.folder)
-        bests = report.bests(run, report.best_metric(run))
-        ends = [(kind, step) for kind, (_, step) in bests.items() if kind in ("val", "minival")]
-        self.result = next((each for each in run.records if (each["kind"], each["step"]) in ends), {})
+        metric = report.best_metric(run)
+        kind = "minival" if run.points("minival", metric) else "val"
+        end = kind, report.best_step(run, kind, metric)
+        self.result = next((each for each in run.records if (each["kind"], each["step"]) == end), {})
 
     def __repr__(self) -> str:
         return f"{self.state} run in {self.folder}, best: {self.result}"

@@ -4,27 +4,36 @@ loader   images from files and packs, and by torchvision's own preset from the s
          by TorchCodec too, where it is installed, as loader processes decode
          with --against a race: batches of training images by our loader and by others, one process group each
 step     a training step and the same arithmetic with nothing around it; on several processes the step with DDP, the
-         arithmetic with nothing sent, and the step with --use-deterministic-algorithms
+         arithmetic with nothing sent, and the step with --use-deterministic-algorithms; on one, where
+         TORCHVISION_REFERENCES names the folder of torchvision's references/classification, its own train_one_epoch
+         from the same loader, in float32 and float16
+         The steady step, behind the first steps of each turn, is timed by the device's events where it has them.
 
 Examples:
   python -m bench.benchmark loader --data-path /data/imagenet --pack /data/imagenet-256
   python -m bench.benchmark loader --data-path /data/imagenet --against torchvision timm torchcodec --cores 2
-  python -m bench.benchmark step --model resnet50 --batch-size 256 --amp --channels-last --json step.json
+  python -m bench.benchmark step --model resnet50 --batch-size 256 --amp --channels-last --steps 110 --json step.json
   torchrun --nproc_per_node=2 -m bench.benchmark step --model resnet18 --batch-size 32
-Both commands also take train.py's options; by default --model resnet18 --batch-size 64. OMP_NUM_THREADS sets the CPU
-threads. The ways run by turns, and a ratio compares two of them within a round: compare ratios, not rates.
+Both commands also take train.py's options; by default --model resnet18 --batch-size 64, and on a CPU --workers 0.
+OMP_NUM_THREADS sets the CPU threads. The ways run by turns, and a ratio compares two of them within a round: compare
+ratios, not rates.
 """
 
 import argparse
+import copy
+import importlib
 import io
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -44,9 +53,11 @@ from distributed.signals import silence_libraries
 from errors import UserError
 from loading import decode
 from loading.forms import open_split
+from metrics import copy_to_host
 from models import gradients, optim
 from models.build import autocast, build_ema, build_model, build_scaler, compile_model, move_to_device, set_up_device
 from models.losses import build_criterion
+from monitoring.gauges import moment, seconds_between
 from run import BareRun
 from sampler import SampleKey, TrainSampler, VirtualShards
 from scripts.tool import as_path, as_place, build_parser, output_file, positive, run, write_report
@@ -57,8 +68,9 @@ from settings.tables import aligned
 PROG = "python -m bench.benchmark"
 
 NUM_CLASSES, NORMALIZE = 1000, transforms.Normalize(config.IMAGENET_MEAN, config.IMAGENET_STD)
+SHARED_NAMES = ("presets", "sampler", "train", "transforms", "utils")  # of modules here and in torchvision's folder
 DEFAULTS = (  # options of train.py ahead of the given ones
-    "--synthetic --model resnet18 --batch-size 64 --workers 0 --epochs 100 --lr 0.01 --lr-warmup-epochs 1 "
+    "--synthetic --model resnet18 --batch-size 64 --epochs 100 --lr 0.01 --lr-warmup-epochs 1 "
     "--lr-scheduler cosineannealinglr --lr-per-step"
 )
 
@@ -164,6 +176,8 @@ def training_args(argv: list[str], **changes: Any) -> Assigned:
     """Return train.py's options for this process, from those of the command line and changes to them."""
     record, _ = config.on_machine(config.parse_args([*DEFAULTS.split(), *argv]))
     values = {"world_size": collectives.get_world_size(), "rank": collectives.get_rank(), **changes}
+    if record.distributed.device == "cpu" and "workers" not in record.origin.given:
+        values["workers"] = 0  # processes would take the cores of the step
     values["is_launched"] = values["world_size"] > 1
     values["gpu"] = collectives.choose_gpu(read_launch(), record.distributed.device)
     args = config.assign(record.replaced(**values), None)
@@ -176,6 +190,8 @@ class BareStep:
 
     Nothing is loaded, counted, seeded, scheduled, sent or read.
     """
+
+    clock: Callable[[], float] = time.perf_counter  # of steps on a device without events
 
     def __init__(self, args: Assigned, num_steps: int) -> None:
         self.args, self.num_steps = args, num_steps
@@ -194,16 +210,31 @@ class BareStep:
         layout = torch.channels_last if args.precision.channels_last else torch.contiguous_format
         self.image = image.to(memory_format=layout)
         self.target = torch.arange(size, device=self.device) % NUM_CLASSES
+        self.images_per_step = size * self.shards.num_local
+        # Of each turn: images/s of the steps after the first ones, and what the first step took more than such a one.
+        self.steady_rates: list[float] = []
+        self.starts_s: list[float] = []
+        self.moments: list[Any] = []  # of a turn: its beginning and the end of each step
 
     def __call__(self) -> int:
         """Train, beginning on all processes at once; return the number of this process's images."""
         set_up_device(self.args.precision, self.args.distributed, self.args.checkpoint.test_only)
         if dist.is_initialized():
             dist.barrier()
+        self.moments = []
+        self.mark()
         self.run_steps()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return self.num_steps * self.args.optimization.batch_size * self.shards.num_local
+        torch.get_device_module(self.device).synchronize()
+        begin, *ends = self.moments
+        ends = ends[min(10, len(ends) // 2) - 1 :] if len(ends) > 2 else [begin, *ends]
+        step_s = seconds_between(ends[0], ends[-1]) / (len(ends) - 1)
+        self.steady_rates.append(self.images_per_step / step_s)
+        self.starts_s.append(seconds_between(begin, self.moments[1]) - step_s)
+        return self.num_steps * self.images_per_step
+
+    def mark(self) -> None:
+        """Note that a step ends."""
+        self.moments.append(moment(self.device, self.clock))
 
     def run_steps(self) -> None:
         """Train for `num_steps` steps."""
@@ -227,10 +258,11 @@ class BareStep:
         self.scaler.update()
         if self.model_ema and number % self.args.model.model_ema_steps == 0:
             self.model_ema.update_parameters(self.model)
+        self.mark()
 
 
 class LoggedRun(BareRun):
-    """A run's part in a step: learning rates of a schedule, and metrics that are read when a line is due."""
+    """A run's part in a step: learning rates of a schedule, and metrics that are read a step after a line is due."""
 
     def __init__(self, way: BareStep, model: nn.Module) -> None:
         super().__init__(model, way.device)
@@ -240,7 +272,9 @@ class LoggedRun(BareRun):
         )  # fmt: skip
         self.scheduler = optim.LRScheduler(way.args.schedule, way.optimizer)
         self.tally = metrics.Tally([metrics.Accuracy()], way.shards.num_local)
-        self.parameters, self.print_freq = list(way.model.parameters()), way.args.monitoring.print_freq
+        self.parameters = list(way.model.parameters())
+        self.mark, self.print_freq = way.mark, way.args.monitoring.print_freq
+        self.is_line_begun = False
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Set the learning rate."""
@@ -249,12 +283,17 @@ class LoggedRun(BareRun):
         self.is_record_due = (step + 1) % self.print_freq == 0
 
     def end_step(self, metric_logger: Any, grad_norm: Tensor | None) -> None:
-        """Read the norms and the metrics when a line is due."""
-        if self.is_record_due:
-            float(grad_norm + nn.utils.get_total_norm(self.parameters))
-        if metric_logger.is_line_due:
-            self.tally.synchronize_between_processes()
+        """Read the metrics of a line's step; begin to copy those of this one, and norms, when a line is due."""
+        if self.is_line_begun:
+            self.tally.synchronize_between_processes(is_begun=True)
             metric_logger.show(*self.tally.compute_and_reset())
+            metric_logger.print_line()
+        if self.is_record_due:
+            self.norms = [copy_to_host(each) for each in (grad_norm, nn.utils.get_total_norm(self.parameters))]
+        self.is_line_begun = metric_logger.is_line_held = metric_logger.is_line_due
+        if self.is_line_begun:
+            self.tally.begin_read()
+        self.mark()
 
 
 class OurLoop(BareStep):
@@ -268,7 +307,7 @@ class OurLoop(BareStep):
         loader = data.build_loader(
             dataset, sampler, args.data, args.augmentation, args.optimization, args.distributed.device
         )
-        self.loader = data.build_device_loader(args, loader, sampler, self.device, NUM_CLASSES)
+        self.loader: Iterable = data.build_device_loader(args, loader, sampler, self.device, NUM_CLASSES)
         self.wrapped = gradients.wrap_model(self.model, args.distributed, args.precision.compile)
         self.run = LoggedRun(self, self.wrapped)
 
@@ -279,16 +318,86 @@ class OurLoop(BareStep):
             train.train_one_epoch(*parts, 0, self.args, self.model_ema, self.scaler, self.run)
 
 
+class TorchvisionsLoop(OurLoop):
+    """torchvision's own `train_one_epoch`, from our loader; it reads the loss in every step."""
+
+    def __init__(self, args: Assigned, num_steps: int, folder: str) -> None:
+        super().__init__(args, num_steps)
+        self.theirs = import_train(folder)
+
+    def run_steps(self) -> None:
+        """Train for one epoch of the loader."""
+        scaler = self.scaler if self.args.precision.amp else None
+        values = argparse.Namespace(**self.args.flat())
+        parts = self.wrapped, self.criterion, self.optimizer, self, self.device
+        with redirect_stdout(io.StringIO()):
+            self.theirs.train_one_epoch(*parts, 0, values, self.model_ema, scaler)
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield batch
+            self.mark()  # the next batch is asked for: the step is over
+
+
+def import_train(folder: str) -> ModuleType:
+    """Return the `train.py` of torchvision's references, whose modules bear the names of ours."""
+    ours = {name: sys.modules.pop(name) for name in SHARED_NAMES if name in sys.modules}
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("train")
+    finally:
+        sys.path.remove(folder)
+        sys.modules.update(ours)
+
+
+def without(ours: OurLoop, part: str) -> OurLoop:
+    """Return our loop, of the same model and loader, with one part taken away."""
+    way = copy.copy(ours)
+    way.steady_rates = []
+    way.starts_s = []
+    way.run = LoggedRun(way, way.wrapped)
+    if part == "lines":
+        way.args = ours.args.replaced(print_freq=10**9)
+        way.run.print_freq = 10**9
+    elif part == "metrics":
+        way.run.tally = metrics.Tally([])
+    else:
+        way.loader = [(way.image, way.target)] * (way.num_steps * way.shards.num_local)
+    return way
+
+
+def find_waits(way: BareStep) -> dict[str, int]:
+    """Return the calls in a turn that wait for the GPU, by file and line, as torch's sync_debug_mode warns of them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        way()
+        torch.cuda.set_sync_debug_mode("default")
+    return dict(Counter(f"{Path(each.filename).name}:{each.lineno}" for each in caught))
+
+
 def benchmark_step(options: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Compare our training step with the same arithmetic alone and, on several processes, with the same-bits one."""
     utils.init_distributed_mode(argparse.Namespace(**config.parse_args([*DEFAULTS.split(), *argv]).flat()))
     args = training_args(argv)
     own_batch = args.optimization.global_batch_size // args.distributed.world_size
     alone = training_args(argv, world_size=1, rank=0, global_batch_size=own_batch)
-    ways, pairs = {"ours": OurLoop(args, options.steps), "bare": BareStep(alone, options.steps)}, [("ours", "bare")]
+    ours = OurLoop(args, options.steps)
+    ways: dict[str, BareStep] = {"ours": ours, "bare": BareStep(alone, options.steps)}
+    pairs = [("ours", "bare")]
     if args.distributed.is_launched:
         ways["same bits"] = OurLoop(training_args([*argv, "--use-deterministic-algorithms"]), options.steps)
         pairs.append(("same bits", "ours"))
+    is_theirs = args.precision.amp_dtype != "bfloat16" and ours.shards.num_shards == 1
+    if is_theirs and (folder := os.environ.get("TORCHVISION_REFERENCES")):
+        ways["torchvision's"] = TorchvisionsLoop(args, options.steps, folder)
+        pairs += [("torchvision's", "bare"), ("ours", "torchvision's")]
+    for part in options.without:
+        ways[f"without {part}"] = without(ours, part)
+        pairs.append((f"without {part}", "bare"))
     # Other users of the cores do not change the CPU time of one thread.
     is_alone = (
         args.distributed.device == "cpu"
@@ -296,8 +405,16 @@ def benchmark_step(options: argparse.Namespace, argv: list[str]) -> dict[str, An
         and not args.data.workers
         and torch.get_num_threads() == 1
     )
-    rates = interleave(ways, options.rounds, time.process_time if is_alone else time.perf_counter)
-    figures = compare(f"a step, {'CPU' if is_alone else 'wall'} time", rates, *pairs)
+    BareStep.clock = clock = time.process_time if is_alone else time.perf_counter
+    turns = interleave(ways, options.rounds, clock)
+    kind = "CPU" if is_alone else "wall"
+    figures = compare(f"a steady step, {kind} time", {name: way.steady_rates[1:] for name, way in ways.items()}, *pairs)
+    figures["turns"] = compare(f"whole turns of {options.steps} steps, {kind} time", turns, *pairs)
+    figures["start_s"] = {name: statistics.median(way.starts_s[1:]) for name, way in ways.items()}
+    print("\nthe first step, more than a steady one, s:", {name: round(s, 3) for name, s in figures["start_s"].items()})
+    if ours.device.type == "cuda":
+        figures["waits"] = find_waits(ours)
+        print("calls that wait for the device, in a turn:", figures["waits"])
     leave_group()
     return figures
 
@@ -311,7 +428,9 @@ def get_args_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("command", metavar="COMMAND", choices=COMMANDS, help="loader or step")
     add("--rounds", metavar="N", type=positive, default=9, help="rounds (default: 9); one more warms up")
-    add("--steps", metavar="N", type=positive, default=10, help="step: steps in a turn (default: 10)")
+    add("--steps", metavar="N", type=positive, default=10, help="step: steps in a turn (default: 10; a GPU wants 100)")
+    text = "step: also our loop without its lines, loader or metrics"
+    add("--without", metavar="PART", choices=["lines", "loader", "metrics"], nargs="+", default=[], help=text)
     add("--images", metavar="N", type=positive, default=400, help="loader: images of each split (default: 400)")
     add("--data-path", metavar="DIR", type=as_path, help="loader: class folders in train/ and val/")
     add("--pack", metavar="DIR", type=as_place, nargs="+", default=[], help="loader: packs, or addresses, of them")

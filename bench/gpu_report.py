@@ -5,10 +5,17 @@ Writes one JSON file and, for a GPU, the table in docs/performance.md. What coul
 classification, also one of its own train.py. --only TEXT measures the rows whose names contain TEXT, and keeps the
 others that --json holds of the same machine.
 
+Where a GPU is there for minutes, --part measures a third of it in 4 minutes; a second call makes the rows that the
+first one had no time for:
+  1  the tests; a step of bfloat16, eager and compiled, without this or that, and the calls that wait
+  2  float16, two more models, larger batches, optimizers, and the JPEGs of --data-path
+  3  two trainings that end: the recipe imagenette, 5 and 20 epochs, on --data-path
+
 Examples:
   python -m bench.gpu_report                                  on every GPU of this machine (make gpu-report)
   python -m bench.gpu_report --only vit_b_16                  the rows of one model alone
   python -m bench.gpu_report --data-path /data/imagenet       and rows of real JPEGs
+  make gpu-report PART=3 DATA=data/imagenette                 the third part
   python -m bench.gpu_report --device cpu --model resnet18 --crop 32 --batch-size 4 --steps 20   to try it
 """
 
@@ -44,10 +51,9 @@ from settings import config, machine
 from settings.options import DataOptions, DistributedOptions
 
 PROG = "python -m bench.gpu_report"
-LIMIT_S = 20 * 60
+LIMIT_S, PART_LIMIT_S = 20 * 60, 4 * 60
 BEGIN, END = "<!-- gpu: python -m bench.gpu_report -->\n", "<!-- end of gpu -->\n"
 BFLOAT16 = "--amp --amp-dtype bfloat16 --channels-last"
-PRECISIONS = ["", "--tf32", "--amp", BFLOAT16, f"{BFLOAT16} --compile"]
 # Products in bfloat16 with sums in float32, without sparsity, TFLOP/s, by NVIDIA's data sheets. The first name counts
 # that the card's own name contains.
 PEAKS = {
@@ -66,6 +72,7 @@ PUBLISHED = [
 FORMS = {
     "result": "{}", "images_per_s": "{:,.0f} images/s",
     "ours_per_bare": "ours / bare {0[0]:.3f} ({0[1]:.3f} to {0[2]:.3f})",
+    "ratios": "{}", "start_s": "an epoch's start {:.2f} s", "waits": "calls that wait: {}",
     "efficiency": "{:.1%} of as many single ones", "data_wait": "{:.1%} waiting for data", "memory_gib": "{:.1f} GiB",
     "first_step_s": "first step {:.1f} s", "eval_images_per_s": "evaluation {:,.0f} images/s",
     "mfu": "{:.1%} of the card's peak", "published": "{}",
@@ -81,6 +88,7 @@ class Row(NamedTuple):
     model: str | None = None  # whose share of the card's peak is of interest, on so many processes
     processes: int = 1
     single: str | None = None  # the row of the same command on one process
+    part: int | None = None  # of --part
 
 
 def read_tests(folder: Path) -> dict[str, Any]:
@@ -94,10 +102,24 @@ def read_tests(folder: Path) -> dict[str, Any]:
 
 
 def read_step(folder: Path) -> dict[str, Any]:
-    """Return the rate of our step on a process, and its ratio to the bare one: median and quartiles."""
-    found = json.loads((folder / "step.json").read_text())
-    rate = statistics.median(found["rates"]["ours"])
-    return {"images_per_s": rate, "ours_per_bare": found["ratios"]["ours / bare"][:3]}
+    """Return the rate of our steady step on a process, its ratio to the bare one, and what an epoch's start costs."""
+    read = json.loads((folder / "step.json").read_text())
+    ratios = dict(read["ratios"])
+    found = {"images_per_s": statistics.median(read["rates"]["ours"])}
+    found["ours_per_bare"] = ratios.pop("ours / bare")[:3]
+    found["start_s"] = read["start_s"]["ours"]
+    if ratios:
+        found["ratios"] = ", ".join(f"{name} {values[0]:.3f}" for name, values in ratios.items())
+    if "waits" in read:
+        found["waits"] = ", ".join(f"{place} {count} times" for place, count in read["waits"].items()) or "none"
+    return found
+
+
+def read_training(name: str, folder: Path) -> dict[str, Any]:
+    """Return the accuracy with which a run ended, and its hours."""
+    last = [record for record in read_records(folder / name) if record["kind"] == "val"][-1]
+    took = f"{60 * last['hours']:.1f} minutes"
+    return {"result": f"Acc@1 {last['acc1']:.2f} of {counted(last['n'], 'image')} in {took}"}
 
 
 def read_resume(folder: Path) -> dict[str, Any]:
@@ -184,19 +206,22 @@ def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]
     there, ranks, lines = shlex.quote(str(folder)), max(num_gpus, 1), max(options.steps // 5, 1)
     batch = options.batch_size[0]
     model = model_options(options, options.model[0], batch)
-    yield Row("tests of `-m gpu`", [f"-m pytest -q -m gpu --junitxml {there}/tests.xml"], read_tests)
-    yield from model_rows(options, there, max(lines // 2, 1), num_gpus)
-    if options.data_path:
+    yield Row("tests of `-m gpu`", [f"-m pytest -q -m gpu --junitxml {there}/tests.xml"], read_tests, part=1)
+    step = partial(step_row, options, there, num_gpus)
+    if num_gpus or options.part:  # a CPU has them for a trial alone
+        yield from part_rows(options, step, f"{BFLOAT16} --compile" if num_gpus else "")
+    if options.data_path and options.part in (None, 2):
         images = link_images(options.data_path, folder / "images", options.steps * batch)
         common = f"{model} --data-path {shlex.quote(str(images))} --print-freq {lines}"
         yield from image_rows(options, common, there, num_gpus)
-    # With --workers 0 a compiled step waits for the loop to load: 0.61 of the bare one on an H200; 0.92 with workers.
-    workers = min(count_cores() // ranks, 16) if num_gpus else 0
-    step = f"-m bench.benchmark step --rounds 5 --steps {lines} --workers {workers} --json {there}/step.json {model}"
-    for precision in PRECISIONS if num_gpus else PRECISIONS[:1]:
-        yield Row(f"step, {precision or 'float32'}", [f"{step} {precision}"], read_step)
+    if options.part == 3:
+        yield from training_rows(options, there, num_gpus)
+    yield from model_rows(options, there, max(lines // 2, 1), num_gpus)
+    yield step("")
+    if num_gpus:
+        yield step("--tf32")
     if ranks > 1:
-        yield Row(f"step on {ranks} GPUs, {BFLOAT16}", [f"{launcher(ranks)}{step} {BFLOAT16}"], read_step)
+        yield step(BFLOAT16, "", f"{ranks} GPUs", ranks=ranks)
     run = f"train.py --use-deterministic-algorithms {model} --synthetic {20 * batch} --output-dir {there}"
     whole, first = f"{run}/whole --epochs 2", f"{run}/resumed --epochs 1"
     again = f"{run}/resumed --epochs 2 --resume auto --allow-change epochs"
@@ -206,6 +231,58 @@ def build_rows(options: Namespace, folder: Path, num_gpus: int) -> Iterator[Row]
     recipe += f" --train-crop-size-min {options.crop}" if options.crop else ""
     recipe += f" --print-freq {lines} --output-dir {there}/recipe"
     yield Row("`resnet50-fast16`, made-up images", [launcher(ranks) + recipe], partial(read_run, "recipe"))
+
+
+def part_rows(options: Namespace, step: Callable[..., Row], fast: str) -> Iterator[Row]:
+    """Yield steps of the parts 1 and 2; `fast` are the options of the fastest."""
+    batch = options.batch_size[0]
+    without = "--without lines loader metrics --rounds 2"
+    yield step(fast, without, part=1)
+    if fast:  # the others are slow on many CPUs
+        yield step(BFLOAT16, without, part=1)
+        yield step("--amp", part=2)
+    yield step(f"{fast} --workers 0", "--without loader --rounds 2", part=1)
+    for name in options.model[1:]:
+        yield step(fast, f"--model {shlex.quote(name)}", name, part=2)
+    for size in (2 * batch, 4 * batch):
+        yield step(fast, f"--batch-size {size}", f"batch {size}", part=2)
+    for optimizer in ("adamw", "timm/muon", "timm/lamb"):
+        yield step(f"{fast} --opt {optimizer}", part=2)
+
+
+def step_row(
+    options: Namespace,
+    there: str,
+    num_gpus: int,
+    precision: str,
+    more: str = "",
+    title: str = "",
+    *,
+    ranks: int = 1,
+    part: int | None = None,
+) -> Row:
+    """Return the measurement of a step of the first model, or of that of `more`."""
+    command = f"{launcher(ranks)}-m bench.benchmark step --rounds 3 --steps {max(options.steps // 2, 1)}"
+    # Without processes that load, a compiled step waits for the loop to load: 0.61 of the bare one on an H200.
+    workers = min(count_cores() // max(num_gpus, 1), 16) if num_gpus else 0
+    common = model_options(options, options.model[0], options.batch_size[0])
+    command += f" --workers {workers} --json {there}/step.json {common} {precision} {more}"
+    name = ", ".join(each for each in ("step", title, precision.strip() or "float32") if each)
+    return Row(name, [command], read_step, part=part)
+
+
+def training_rows(options: Namespace, there: str, num_gpus: int) -> Iterator[Row]:
+    """Yield trainings that end: the recipe imagenette, 5 and 20 epochs, or for a trial on a CPU one and two."""
+    command = f"train.py --recipe imagenette --data-path {shlex.quote(str(options.data_path))} --compile"
+    if not num_gpus:
+        small = f"--lr-warmup-epochs 0 --batch-size {options.batch_size[0]}"
+        command = f"{command.removesuffix(' --compile')} --device {options.device} {small}"
+    if options.crop:
+        command += f" --train-crop-size {options.crop} --val-crop-size {options.crop} --val-resize-size {options.crop}"
+    for epochs in (5, 20) if num_gpus else (1, 2):
+        name = f"imagenette-{epochs}"
+        run = f"{command} --epochs {epochs} --output-dir {there}/{name}"
+        yield Row(f"the recipe imagenette, {counted(epochs, 'epoch')}", [run], partial(read_training, name), part=3)
 
 
 def model_rows(options: Namespace, there: str, print_freq: int, num_gpus: int) -> Iterator[Row]:
@@ -227,16 +304,17 @@ def model_rows(options: Namespace, there: str, print_freq: int, num_gpus: int) -
 
 def image_rows(options: Namespace, common: str, there: str, num_gpus: int) -> Iterator[Row]:
     """Yield runs of the first model on real JPEGs: torchvision's script, ours with its options, ours at its best."""
-    batch, cores, precisions = options.batch_size[0], count_cores(), ["--amp", PRECISIONS[-1]] if num_gpus else [""]
+    batch, cores = options.batch_size[0], count_cores()
+    precisions = ["--amp", f"{BFLOAT16} --compile"] if num_gpus else [""]
     common += f" --epochs 1 --lr 0.001 --workers {min(cores, 16)} --output-dir {there}"
     title = f"{options.model[0]}, batch {batch}, JPEGs, {counted(cores, 'core')}"
     if references := os.environ.get("TORCHVISION_REFERENCES"):
         command = f"{shlex.quote(references)}/train.py {common}/torchvision {precisions[0]}"
         name = f"torchvision's train.py, {title}, {precisions[0] or 'float32'}"
-        yield Row(name, [command], partial(read_torchvisions, batch))
+        yield Row(name, [command], partial(read_torchvisions, batch), part=2)
     for number, precision in enumerate(precisions):
         command = f"train.py {common}/jpegs-{number} {precision}"
-        yield Row(f"{title}, {precision or 'float32'}", [command], partial(read_run, f"jpegs-{number}"))
+        yield Row(f"{title}, {precision or 'float32'}", [command], partial(read_run, f"jpegs-{number}"), part=2)
 
 
 def measure(row: Row, folder: Path, end_s: float) -> dict[str, Any] | None:
@@ -251,7 +329,7 @@ def measure(row: Row, folder: Path, end_s: float) -> dict[str, Any] | None:
                 raise UserError(f"exit code {done.returncode}: {last}")
         return row.read(folder)
     except subprocess.TimeoutExpired:
-        reason = f"the {LIMIT_S // 60} minutes are over"
+        reason = "the minutes are over"
     except UserError as error:
         reason = str(error)
     except (OSError, ValueError, LookupError) as error:
@@ -268,22 +346,29 @@ def as_text(found: dict[str, Any]) -> str:
 def write_report(options: Namespace) -> None:
     """Measure all rows, or those of --only, and write the JSON file and, for a GPU, the table."""
     num_gpus = torch.cuda.device_count() if options.device.startswith("cuda") else 0
-    end_s, num_measured = time.monotonic() + LIMIT_S, 0
+    limit_s = PART_LIMIT_S if options.part else LIMIT_S
+    end_s = time.monotonic() + limit_s
+    num_measured = 0
     place = DistributedOptions(device=options.device, world_size=max(num_gpus, 1))
     environment = describe_environment(DataOptions(), place)
-    before = read_json(options.json) if options.only else {}
+    before = read_json(options.json) if options.only or options.part else {}
     rows = before["rows"] if before.get("environment") == environment else {}
-    report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "processor": describe_processor()}
-    report |= {"environment": environment, "device": options.device, "rows": rows}
+    report: dict[str, Any] = {"processor": describe_processor(), "environment": environment}
+    report |= {"device": options.device, "rows": rows}
     with tempfile.TemporaryDirectory() as name:
         for row in build_rows(options, Path(name), num_gpus):
-            if options.only in row.name and (found := measure(row, Path(name), end_s)):
+            if options.only not in row.name or options.part not in (None, row.part):
+                continue
+            if options.part and not options.only and row.name in rows:
+                print(f"{row.name}: measured before")
+            elif found := measure(row, Path(name), end_s):
                 judge(row, found, rows, environment.get("gpu", ""), options.crop)
                 print(f"{row.name}: {as_text(found)}", flush=True)
-                rows[row.name], num_measured = found, num_measured + 1
+                rows[row.name] = {**found, "date": time.strftime("%Y-%m-%d")}  # the code may be another by then
+                num_measured += 1
                 tool.write_report(options.json, report)
     if not num_measured:
-        raise UserError("nothing could be measured")
+        raise UserError("nothing could be measured, or all was")
     if num_gpus:
         cards = f"{num_gpus} x {environment['gpu']}, torch {environment['torch']}"
         table = "".join(f"| {name} | {as_text(found)} |\n" for name, found in rows.items())
@@ -304,6 +389,7 @@ def main() -> None:
     add("--batch-size", metavar="N", type=tool.positive, nargs="+", default=[256, 64], help=batch_help)
     add("--data-path", metavar="DIR", type=tool.as_path, help="class folders in train/ and val/: rows of real JPEGs")
     add("--only", metavar="TEXT", default="", help="measure rows whose names contain TEXT, such as vit_b_16")
+    add("--part", metavar="N", type=int, choices=(1, 2, 3), help="measure a third, in 4 minutes: see above")
     add("--crop", metavar="PX", type=tool.positive, help="size of the images (default: 224, and the recipe's)")
     add("--steps", metavar="N", type=tool.positive, default=200, help="steps of the recipe (default: 200)")
     json_help = "the results (default: gpu-report.json)"
@@ -312,6 +398,8 @@ def main() -> None:
     def work() -> None:
         options = parser.parse_args()
         options.device = machine.find_device(options.device)
+        if options.part == 3 and not options.data_path:
+            raise UserError("--part 3 trains on Imagenette: --data-path DIR")
         write_report(options)
 
     tool.run(PROG, work, "interrupted; what was measured is in the --json file")

@@ -8,10 +8,14 @@ Examples:
   python -m bench.ledger runs/imagenette --claim "imagenette, 5 epochs"
   python -m bench.ledger lite0.log --claim "Lite0, published weights"
   python -m bench.ledger                       writes the tables again
+  python -m bench.ledger runs/seed* --claim "ResNet-50, 16 epochs" --lever "Muon" --send DIR
   python -m bench.ledger --verify records/imagenette-* --data-path data/imagenette2-320
 
 Runs of one claim may differ in --seed or --minival-fold alone. Those on one kind of processor are one row: their mean,
 and the smallest and largest result.
+
+--send writes the records into a folder of its own instead, with a page of their row and of what their seeds show:
+records/README.md has the rule.
 
 --verify trains the first steps of each record again, by its recipe, and compares what its metrics.jsonl and log.txt
 hold of them. On the record's kind of processor, with its versions and threads, every bit must be equal; elsewhere the
@@ -46,12 +50,10 @@ from settings.stages import Parsed
 PROG = "python -m bench.ledger"
 BEGIN, END = "<!-- results: python -m bench.ledger -->\n", "<!-- end of results -->\n"
 HEAD = "| run | Acc@1 | time | on |\n|---|---|---|---|\n"
-PAGE = """# Records
-
-Each row is made by `python -m bench.ledger` from the folders that it names, the newest first; the command that made a
-run is in its `record.json`. A number, and a range of seeds, is of one kind of processor and its instructions.
-
-"""
+PAGE_HEAD = "| run | Acc@1 | lever | time | on |\n|---|---|---|---|---|\n"
+# Student's t of 2, 3, ... 8 degrees of freedom that one value in a hundred is above; the last one serves for more.
+_T = (6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896)
+FEWEST = 3  # seeds of a claim that is sent
 # An absolute path; what comes before its last part is this machine's.
 _PATH = re.compile(r"(?<![\w.~/-])/(?:[^\s/:;,'\"]+/)*(?=[^\s/])")
 # The result of an evaluation in a log: ours, and torchvision's. And what of the commands of one claim may differ.
@@ -116,8 +118,10 @@ def describe_log(path: Path, text: str) -> dict[str, Any]:
         }
 
 
-def add_record(path: Path, claim: str, records: Path) -> Path:
+def add_record(path: Path, claim: str, records: Path, lever: str = "") -> Path:
     """Write a record of a run's folder or of a log, and return its folder, named by the claim and the seed.
+
+    `lever` is what made the result better than the one before, in a sentence.
 
     Nothing is written if the tables could not be made of it and the other records: UserError.
     """
@@ -133,6 +137,7 @@ def add_record(path: Path, claim: str, records: Path) -> Path:
         content = describe_log(path, log)
     if "dirty" in str(content["environment"].get("revision") or "dirty") or not content["processor"]:
         raise UserError(f"{path}: files had changed since the commit; commit them, and run it again")
+    content["lever"] = lever
     out = records / f"{re.sub('[^a-z0-9]+', '-', claim.lower()).strip('-')}-seed{content['seed']}"
     out = out.with_name(f"{out.name}-fold{content['fold']}") if content.get("fold") else out
     with as_user_error(f"{path} or {out / 'record.json'} cannot be read"):
@@ -334,16 +339,38 @@ def read_groups(paths: Iterable[Path]) -> list[list[dict]]:
     return sorted(groups.values(), key=lambda group: max(record["date"] for record in group), reverse=True)
 
 
-def row(group: list[dict]) -> str:
-    """Return one row of the table: runs of one claim. UserError for text that a table cannot show."""
+def results_of(group: list[dict]) -> tuple[str, list[float]]:
+    """Return the name of the metric of runs of one claim, and their results in %."""
     name = "acc1" if "acc1" in group[0]["results"]["val"] else "map"  # of several labels
-    values = [record["results"]["val"][name] for record in group]
+    return name, [record["results"]["val"][name] for record in group]
+
+
+def what_seeds_show(group: list[dict]) -> str:
+    """Return mean, deviation and what the mean of all such runs is above, by Student's one-sided t-test.
+
+    UserError for fewer seeds than a claim needs.
+    """
+    _, values = results_of(group)
+    if len({record["seed"] for record in group}) < FEWEST:
+        raise UserError(f"{group[0]['claim']}: {counted(len(group), 'run')}; a claim needs {FEWEST} seeds at least")
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    least = mean - _T[min(len(values) - FEWEST, len(_T) - 1)] * deviation / math.sqrt(len(values))
+    return f"mean {mean:.2f}, deviation {deviation:.2f}, {len(values)} seeds: above {least:.2f} with p < 0.01"
+
+
+def row(group: list[dict], *, has_lever: bool = False) -> str:
+    """Return one row of the table: runs of one claim. UserError for text that a table cannot show."""
+    name, values = results_of(group)
     if not all(0 <= value <= 100 for value in values):
         raise UserError(f"{name} is {values[0]}; expected 0 to 100")
-    shown = f"{'mAP ' * (name == 'map')}{statistics.fmean(values):.2f}"
+    shown, about = f"{'mAP ' * (name == 'map')}{statistics.fmean(values):.2f}", []
     if len(group) > 1:
         kind = "folds" if any(record.get("fold") for record in group) else "seeds"
-        shown += f" ({min(values):.2f} to {max(values):.2f}, {len(group)} {kind})"
+        about = [f"{min(values):.2f} to {max(values):.2f}", f"{len(group)} {kind}"]
+    if counts := {f"{record['results']['val']['n']:,.0f}" for record in group if "n" in record["results"]["val"]}:
+        about.append(f"n={' or '.join(sorted(counts))}")
+    if about:
+        shown += f" ({', '.join(about)})"
     hours = [record["hours"] for record in group]
     took = "" if None in hours else duration(3600 * statistics.fmean(hours))
     places = dict.fromkeys(
@@ -351,8 +378,11 @@ def row(group: list[dict]) -> str:
         f"torch {record['environment']['torch'].split('+')[0]}"
         for record in group
     )
+    lever = group[0].get("lever", "")
     cells = [group[0]["claim"], shown, took, "; ".join(places)]
-    text = "".join([*cells, *(f"{each['seed']:d} {each['folder'].name} " + each["date"] for each in group)])
+    if has_lever:
+        cells.insert(2, lever)
+    text = lever + "".join([*cells, *(f"{each['seed']:d} {each['folder'].name} " + each["date"] for each in group)])
     if not text.isprintable() or set(text) & set("|<>[]`"):
         raise UserError(f"{text!r:.90} breaks a table; leave out line ends, control characters and | < > [ ] `")
     return f"| {' | '.join(cells)} |\n"
@@ -363,11 +393,20 @@ def write_tables(root: Path) -> None:
     groups = read_groups((root / "records").glob("*/record.json"))
     of_recipes = [group for group in groups if "--recipe" in group[0]["command"]]
     tool.replace_between(root / "README.md", BEGIN, END, HEAD + "".join(map(row, of_recipes)))
-    text = HEAD + "".join(map(row, groups))
+    text = PAGE_HEAD + "".join(row(group, has_lever=True) for group in groups)
     for group in groups:
         links = ", ".join(f"[seed {record['seed']}]({record['folder'].name}/record.json)" for record in group)
         text += f"\n{group[0]['claim']}: {links}\n"
-    write_atomically(root / "records" / "README.md", (PAGE + text).encode())
+    tool.replace_between(root / "records" / "README.md", BEGIN, END, text)
+
+
+def write_claim(folder: Path) -> str:
+    """Write the page of a folder to send, and return what its seeds show; UserError for too few."""
+    groups = read_groups(folder.glob("*/record.json"))
+    shown = "\n".join(f"{group[0]['claim']}: {what_seeds_show(group)}" for group in groups)
+    text = PAGE_HEAD + "".join(row(group, has_lever=True) for group in groups)
+    write_atomically(folder / "README.md", f"{text}\n{shown}\n".encode())
+    return shown
 
 
 def main() -> None:
@@ -376,6 +415,9 @@ def main() -> None:
     text = "output folder of a finished run, or a log; with --verify a folder of records/"
     parser.add_argument("runs", metavar="RUN", type=tool.as_path, nargs="*", help=text)
     parser.add_argument("--claim", metavar="TEXT", help="what the runs show, such as 'imagenette, 5 epochs'")
+    parser.add_argument("--lever", metavar="TEXT", default="", help="what made the result better, in a sentence")
+    text = "write the records, and a page of what they show, into this folder: it is what is sent"
+    parser.add_argument("--send", metavar="DIR", type=tool.as_path, help=text)
     parser.add_argument("--verify", action="store_true", help="run the first steps of records again, and compare")
     parser.add_argument("--measure", action="store_true", help="measure the tolerance of records, and write it to them")
     text = "with --verify, at least this many, up to the next line of metrics.jsonl (default: 10)"
@@ -394,9 +436,15 @@ def main() -> None:
             return 1 if 1 in codes else max(codes)
         if bool(options.runs) != bool(options.claim):
             raise UserError("a run needs --claim TEXT, and --claim needs a run; give both, or none to write the tables")
+        if options.send and not options.lever:
+            raise UserError("--send needs --lever TEXT: what made the result better, in a sentence")
         for folder in options.runs:
-            print(f"wrote {add_record(folder, options.claim, tool.ROOT / 'records')}")
-        write_tables(tool.ROOT)
+            out = add_record(folder, options.claim, options.send or tool.ROOT / "records", options.lever)
+            print(f"wrote {out}")
+        if options.send:
+            print(write_claim(options.send))
+        else:
+            write_tables(tool.ROOT)
         return None
 
     tool.run(PROG, work, "interrupted; the same command writes the record again")

@@ -5,6 +5,8 @@ bias in their projection, LayerScale, rotary position embeddings beside learned 
 constants are those of the paper and of github.com/wangf3014/ViT-5; the code is ours and needs only torch, torchvision.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +43,15 @@ def rotate(tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm that computes in float32 and rounds to its input's type before and after its weight, as the source's."""
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return normalised channels (..., dim) of a head, in the type of `heads`."""
+        normed = F.rms_norm(heads.float(), self.normalized_shape, eps=self.eps).to(heads.dtype)
+        return (self.weight * normed).to(heads.dtype)
+
+
 class Attention(nn.Module):
     """Self-attention between normalised, rotated queries and keys."""
 
@@ -48,16 +59,16 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.q_norm = nn.RMSNorm(dim // num_heads, eps=EPS)
-        self.k_norm = nn.RMSNorm(dim // num_heads, eps=EPS)
+        self.q_norm = HeadNorm(dim // num_heads, eps=EPS)
+        self.k_norm = HeadNorm(dim // num_heads, eps=EPS)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return (B, N, dim) for tokens (B, N, dim)."""
         q, k, v = self.qkv(tokens).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        # In float32 under mixed precision too, as the source does.
-        q = rotate(self.q_norm(q.float()), cos, sin).to(v.dtype)
-        k = rotate(self.k_norm(k.float()), cos, sin).to(v.dtype)
+        # Under mixed precision rotated in float32, from normalised values of 16 bits, as in the source.
+        q = rotate(self.q_norm(q), cos, sin).to(v.dtype)
+        k = rotate(self.k_norm(k), cos, sin).to(v.dtype)
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -77,6 +88,15 @@ class Block(nn.Module):
         """Return (B, N, dim) for tokens (B, N, dim)."""
         tokens = tokens + self.drop_path(self.gamma_1 * self.attn(self.norm1(tokens), cos, sin))
         return tokens + self.drop_path(self.gamma_2 * self.mlp(self.norm2(tokens)))
+
+
+def resize_positions(model: "ViT5", state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Resize the learned positions of weights for images of another size, bicubically, as the source's fine-tuning."""
+    name, count = f"{prefix}pos_embed", model.pos_embed.shape[1]
+    if name in state and state[name].shape[1] != count:
+        old, new = math.isqrt(state[name].shape[1]), math.isqrt(count)
+        grid = state[name].transpose(1, 2).unflatten(2, (old, old))
+        state[name] = F.interpolate(grid, size=(new, new), mode="bicubic").flatten(2).transpose(1, 2)
 
 
 class ViT5(nn.Module):
@@ -123,6 +143,7 @@ class ViT5(nn.Module):
                     nn.init.zeros_(module.bias)
         for token in (self.cls_token, self.pos_embed, self.reg_token):
             nn.init.trunc_normal_(token, std=0.02)
+        self.register_load_state_dict_pre_hook(resize_positions)
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the parameters that --no-decay-1d exempts beside vectors."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from errors import as_user_error, one_line
 from loading.heic import require_heic
-from loading.index import CLASSES, FolderIndex, ImageIndex
+from loading.index import CLASSES, FolderIndex, Hidden, ImageIndex
 from loading.source import HEIC_EXTENSIONS, Source, check_label_sets, is_remote, list_folder
 from settings import choices
 from settings.custom_code import load_function
@@ -52,12 +52,17 @@ def named(folder: Path) -> Path:
 
 
 def open_source(
-    root: Path, separator: str | None = None, extensions: Sequence[str] | None = None, *, is_all: bool = False
+    root: Path,
+    separator: str | None = None,
+    extensions: Sequence[str] | None = None,
+    hidden: Hidden = None,
+    *,
+    is_all: bool = False,
 ) -> Source:
     """Return the preferred source of a split, opened; its root is the data path and the split's name.
 
     With a `separator` it is a list whose images have several labels, or a pack of it. `extensions` are further ones of
-    images. With `is_all` the root may be the data path alone: see `check_source`.
+    images. `hidden` is as of `check_hidden`. With `is_all` the data path itself may be the split: see `check_source`.
 
     Raises:
         UserError: the split is not there, cannot be an image folder, or its images have one label and need several.
@@ -69,7 +74,7 @@ def open_source(
     if source.form == "folder" and os.path.lexists(root.parent / CLASSES):
         print(one_line(f"{root.parent / CLASSES} is not read: class folders are in the order of their names"))
     if isinstance(source, ImageIndex):
-        source.separator = separator
+        source.separator, source.hidden = separator, hidden
         source.extensions += tuple(extensions or ())
         if {*HEIC_EXTENSIONS} & {*(extensions or ())}:
             require_heic(f"--extensions {' '.join(extensions)} includes HEIC")

@@ -24,6 +24,9 @@ RACY_NS = 2_000_000_000
 # The file next to lists and tars with the names of numbered classes, in their order, one a line.
 CLASSES = "classes.txt"
 
+# A list that takes hidden files, each with how it is removed; None refuses them.
+Hidden = list[tuple[str, str]] | None
+
 # Where an image lies in a file of several: the file's number, and two numbers that the format defines.
 Location = tuple[int, int, int]
 
@@ -46,17 +49,23 @@ def decode(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def check_hidden(where: str, names: Iterable[bytes], command: str = _FIND) -> None:
-    """Raise UserError if a file or folder in the names is hidden; `command` takes `where` and a pattern of names."""
+def check_hidden(where: str, names: list[bytes], command: str = _FIND, hidden: Hidden = None) -> bool:
+    """Tell whether a file or folder in the names is hidden; `command` takes `where` and a pattern of names.
+
+    `hidden` takes the first name and how it is removed; without such a list this is a UserError.
+    """
     # Refused and not left out: ImageFolder takes .ipynb_checkpoints for a class and macOS's ._x.jpg for an image, so
     # without a word the classes would have other numbers here than in a checkpoint of torchvision's script.
     found = _HIDDEN.search(b"\0".join([b"", *names, b""]))
     if not found:
-        return
-    hidden = decode(found[1])
-    pattern = "'.?*'" if hidden.startswith(".") else f"'{hidden}'"
-    reason = f"{hidden!r} is hidden or a program's own; rename it, or remove all such: "
-    raise UserError(reason + command % (shlex.quote(where), pattern))
+        return False
+    name = decode(found[1])
+    pattern = "'.?*'" if name.startswith(".") else f"'{name}'"
+    remedy = "rename it, or remove all such: " + command % (shlex.quote(where), pattern)
+    if hidden is None:
+        raise UserError(f"{name!r} is hidden or a program's own; {remedy}")
+    hidden.append((f"{where}/{decode(names[0])}", remedy))
+    return True
 
 
 class ArraySource(Source):
@@ -111,6 +120,7 @@ class ImageIndex(ArraySource):
     may_lack_classes = False  # whether a class may have no images
     extensions: tuple[str, ...] = IMG_EXTENSIONS  # of the files that count as images
     separator: str | None = None  # between the labels of an image in a list, with `--multi-label`
+    hidden: Hidden = None
 
     def __init__(
         self, root: Path, where: Path | None = None, files: Sequence[Path] = (), class_list: Path | None = None
@@ -186,6 +196,8 @@ class ImageIndex(ArraySource):
             classes = self.scan(scan)
         except OSError as error:
             raise UserError(f"{error.filename or self.where} cannot be read: {error.strerror or error}") from error
+        if self.hidden:
+            scan.doubt = f"{self.hidden[0][0]} is hidden"
         self._use({"header": self._header(), "classes": encode(classes), **scan.arrays()})
         empty = [self.classes[label] for label in numpy.flatnonzero(count_classes(self) == 0)]
         if empty:
@@ -306,12 +318,13 @@ class FolderIndex(ImageIndex):
         root = str(self.root)
         scan.watch(root, os.stat(root))
         stray, classes = _list_folder(root, scan)
+        classes = self._visible("", classes)
         self.check_classes(classes, len(stray))
         progress = Progress(f"scanning {root}", len(classes), "class folders")
         for label, name in enumerate(classes):
             # Sorted by whole paths as strings, like ImageFolder: "a b" comes before "a/b".
             for folder, names in sorted(_walk(root, name, scan)):
-                scan.add(folder, label, names)
+                scan.add(folder, label, self._visible(folder, names))
             progress.update()
         check_hidden(root, [*map(encoded, classes), *(name for each in scan.names for name in each.tolist())])
         if scan.unread:
@@ -321,6 +334,13 @@ class FolderIndex(ImageIndex):
                 words += f"; --extensions {' '.join(more)} reads more of them"
             print(one_line(f"{self.where}: {counted(len(scan.unread), 'file')} not read, {words}"))
         return classes
+
+    def _visible(self, folder: str, names: list[str]) -> list[str]:
+        """Return the names in a folder that are not hidden, and note the others; all names where these are refused."""
+        if self.hidden is None:
+            return names
+        paths = {name: encoded(os.path.join(folder, name)) for name in names}
+        return [name for name, path in paths.items() if not check_hidden(str(self.root), [path], hidden=self.hidden)]
 
 
 def _walk(root: str, folder: str, scan: Scan, parents: tuple = ()) -> Iterator[tuple[str, list[str]]]:

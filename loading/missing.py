@@ -19,7 +19,7 @@ _OTHER_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validat
 # Words, and beginnings of words, that name a split in some languages. A class of such a name, say trains, costs its
 # owner a line and an `mkdir`; two splits that are taken as classes would cost a wrong number.
 _SPLIT = re.compile(r"""(?:^|[\W\d_])(?:(?:val|dev|trn|tst|images?)(?![^\W\d_])|train|träning|valid|test|eval|holdout
-    |entraî|entrai|apprent|entren|trein|addestr|allenam|convalid|verif|prueb|prova|prüf|walid|trening|uczen|eğitim|doğrul
+    |entraî|entrai|apprentiss|entren|trein|addestr|allenam|convalid|verif|prueb|prova|prüf|walid|trening|uczen|eğitim|doğrul
     |teszt|обуч|трен|валид|провер|тест|εκπαίδ|επικύρ|训练|訓練|验证|驗證|测试|測試|学習|検証|テスト|훈련|학습|검증|테스트)
     """, re.VERBOSE)  # fmt: skip
 
@@ -38,7 +38,8 @@ def why_not_classes(data_path: Path) -> str:
     # In whatever language its name is, a split to train on holds class folders.
     with as_user_error(f"--data-path {data_path}"):
         for name in folders:
-            if any(entry.is_dir() for entry in os.scandir(data_path / name)):
+            # But for a program's own, such as .thumbnails and @eaDir, which `check_hidden` refuses.
+            if any(entry.is_dir() and entry.name[0] not in ".@" for entry in os.scandir(data_path / name)):
                 return f"{name} holds folders, as a split does"
     return "" if len(folders) > 1 else "there are no two of them"
 

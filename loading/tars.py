@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from errors import ImageError, UserError, as_user_error, one_line
 from files import open_to_read, read_at
-from loading.index import CLASSES, REMOVE_FROM_TAR, ImageIndex, Location, Scan, check_hidden
+from loading.index import CLASSES, REMOVE_FROM_TAR, Hidden, ImageIndex, Location, Scan, check_hidden
 from loading.pack_format import PACK_MANIFEST, decode_label_sets, read_manifest, shard_checksums
 from loading.progress import Progress
 from loading.samples import LABELS, Samples
@@ -81,7 +81,7 @@ class TarIndex(ImageIndex):
     def scan(self, scan: Scan) -> list[str]:
         """Add the images of the folder that the tars would be extracted to, and return the classes."""
         progress = Progress(f"scanning {self.where}", total_bytes=sum(tar.stat().st_size for tar in self.files))
-        reader = _TarReader(self.root.name, progress, self.extensions)
+        reader = _TarReader(self.root.name, progress, self.extensions, self.hidden)
         for number, path in enumerate(self.files):
             with open_to_read(path) as file:
                 status = os.fstat(file.fileno())
@@ -220,8 +220,8 @@ class _TarReader:
     Names of members may begin with the folder `split_name`, those of class tars also with the class's name.
     """
 
-    def __init__(self, split_name: str, progress: Progress, extensions: tuple[str, ...]) -> None:
-        self.split_name = split_name
+    def __init__(self, split_name: str, progress: Progress, extensions: tuple[str, ...], hidden: Hidden) -> None:
+        self.split_name, self.hidden = split_name, hidden
         self.extensions = extensions
         self.progress = progress
         self.plain: _Found = {}  # by the names of members
@@ -250,8 +250,8 @@ class _TarReader:
                 if not member.isreg():
                     self.ignored.append(member.name)
             elif member.isreg() and not member.issparse():
-                check_hidden(str(self.path), [encoded(member.name)], REMOVE_FROM_TAR)
-                yield "/".join(folders), name, member
+                if not check_hidden(str(self.path), [encoded(member.name)], REMOVE_FROM_TAR, self.hidden):
+                    yield "/".join(folders), name, member
             else:
                 found = f"holds {member.name!r} as a link, a device or a sparse file"
                 raise UserError(f"{self.path} {found}; recreate the tar with --dereference --hard-dereference")

@@ -4,7 +4,7 @@ import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,23 @@ class Clock:
         return tuple(now - then for now, then in zip(self._totals, before, strict=True))
 
 
+def moment(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Any:
+    """Return this moment: an event in the queue of a device that has streams, else the time by the host's clock."""
+    if not has_streams(device):
+        return clock()
+    module = torch.get_device_module(device)
+    event = module.Event(enable_timing=True)
+    event.record(module.current_stream(device))
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Return the seconds between two moments; the device must have reached the second."""
+    if isinstance(begin, float):
+        return end - begin
+    return begin.elapsed_time(end) / 1000  # from ms
+
+
 class Stopwatch:
     """Counts a rank's seconds of passes forward and backward, without those in which DDP waits for other ranks.
 
@@ -74,7 +91,6 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, waiter: nn.Module | None) -> None:
         self.device = device
-        self.module: Any = torch.get_device_module(device) if has_streams(device) else None
         self._passes: deque[tuple] = deque()  # their beginnings and ends, those of the device not yet read
         self._end: Any = None
         self._total_s = 0.0
@@ -90,28 +106,24 @@ class Stopwatch:
         engine.queue_callback(self._note_end)
 
     def _note_end(self) -> None:
-        self._end = self._mark()
-
-    def _mark(self) -> Any:
-        """Return this moment: an event in the device's queue, or the host's time."""
-        if self.module is None:
-            return time.perf_counter()
-        event = self.module.Event(enable_timing=True)
-        event.record(self.module.current_stream(self.device))
-        return event
+        self._end = moment(self.device)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Count the passes forward and backward inside."""
-        begin, self._end = self._mark(), None
+        begin = moment(self.device)
+        self._end = None
         yield
-        self._passes.append((begin, self._end or self._mark()))
+        self._passes.append((begin, self._end or moment(self.device)))
 
     def count(self) -> float:
         """Return the seconds so far, up to the last pass that the device is known to have done."""
-        while self._passes and (self.module is None or self._passes[0][1].query()):
-            begin, end = self._passes.popleft()
-            self._total_s += end - begin if self.module is None else begin.elapsed_time(end) / 1000  # from ms
+        while self._passes:
+            begin, end = self._passes[0]
+            if not isinstance(end, float) and not end.query():
+                break
+            self._total_s += seconds_between(begin, end)
+            self._passes.popleft()
         return self._total_s
 
     def restart(self) -> float:

@@ -88,6 +88,7 @@ def preview(args: Parsed) -> str:
         *notes,
         f"{args.model.model}: {describe_size(model)}, in {counted(len(groups), 'group')}",
         shards.arithmetic,
+        f"counted for {counted(world_size, 'process')}: torchrun --nproc_per_node=N in place of python counts for N",
         f"{steps_per_epoch:,} steps per epoch, {steps_per_epoch * num_epochs:,} in total; "
         f"{num_images % batch} images left out of each epoch, different ones each time",
         *more,

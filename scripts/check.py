@@ -15,6 +15,7 @@ The exit code is 0 if the data set is healthy, 1 if it is not and 2 if the comma
 
 import argparse
 import hashlib
+import io
 import re
 import struct
 from functools import partial
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
-from PIL import Image
+from PIL import Image, ImageCms
 
 from distributed import collectives
 from errors import BadImageError, ImageError, UserError, counted, one_line
@@ -47,6 +48,7 @@ _SYNSETS, _SYNSET = 500, re.compile(r"n\d{8}")
 # Each kind of finding, the worst first: whether it makes a data set unhealthy, and its meaning.
 KINDS = {
     "set": (True, "a split or some of its classes or images are missing, or there are too many"),
+    "hidden": (True, "hidden, or a program's own as macOS's ._x.jpg: train.py refuses them"),
     "unreadable": (True, "the disk does not give the file"),
     "damaged": (True, "no image that is read here: empty, truncated, too large, or of another format"),
     "leak": (True, "the same bytes in train and in val"),
@@ -54,6 +56,7 @@ KINDS = {
     "alpha": (False, "transparency, which train.py drops unless --in-chans is 4: hidden colours show"),
     "dark": (True, "samples of more than 8 bits use little of their range, so that images are of nearly one tone"),
     "deep": (False, "samples of more than 8 bits, of which the highest 8 are loaded"),
+    "profile": (False, "a colour profile other than sRGB, as Display P3 of iPhones: train.py does not apply it"),
     "alike": (False, "classes whose names look alike: perhaps one class, written in two ways"),
     "scaled": (False, "an AVIF whose header claims another size than that of its picture, which is scaled to it"),
     "turned": (False, "EXIF says to turn it, as train.py does with --exif, and ImageFolder does not"),
@@ -62,6 +65,9 @@ KINDS = {
 _IMAGES_PER_TASK = 16
 
 _AV1_HEADER = re.compile(rb"\x0a([\x06-\x20])")  # the beginning of a sequence header, and its number of bytes
+
+# The primaries of sRGB as profiles hold them: XYZ, adapted to the white D50 (IEC 61966-2-1, ICC.1:2022).
+_SRGB = (0.4360, 0.2225, 0.0139), (0.3851, 0.7169, 0.0971), (0.1430, 0.0606, 0.7139)
 
 # The printed report shows this many findings of each kind.
 _SHOWN = 5
@@ -90,6 +96,18 @@ def scaled_from(payload: bytes) -> str:
     return ""
 
 
+def other_profile(content: bytes) -> str:
+    """Return the name of a colour profile whose primaries are not those of sRGB; empty if they are."""
+    try:
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(content)).profile
+    except OSError:
+        return "cannot be read"
+    primaries = [each and each[0] for each in (profile.red_colorant, profile.green_colorant, profile.blue_colorant)]
+    if None not in primaries and numpy.allclose(primaries, _SRGB, atol=0.005):
+        return ""
+    return profile.profile_description or profile.xcolor_space
+
+
 def oddities(image: Image.Image, payload: bytes) -> list[tuple[str, str]]:
     """Return the harmless oddities of an image and its file's bytes."""
     found = []
@@ -99,6 +117,8 @@ def oddities(image: Image.Image, payload: bytes) -> list[tuple[str, str]]:
         found.append(("alpha", f"mode {image.mode}"))
     if image.info["bits"]:
         found.append(("deep", f"{image.info['bits']} bits"))
+    if (profile := image.info.get("icc_profile")) and (name := other_profile(profile)):
+        found.append(("profile", name))
     if (orientation := orientation_of(image)) != 1:
         found.append(("turned", f"EXIF orientation {orientation}"))
     return found
@@ -177,24 +197,25 @@ class Report:
         return {"healthy": self.is_healthy, "splits": self.splits, "findings": findings}
 
 
-def open_splits(data_path: Path | str, names: tuple[str, ...], report: Report, *reading: Any) -> dict[str, Source]:
-    """Return the images of each split that can be opened, and report why the other splits cannot.
-
-    `reading` are the further arguments of `open_source`.
-    """
+def open_splits(options: argparse.Namespace, names: tuple[str, ...], report: Report) -> dict[str, Source]:
+    """Return the images of each split that can be opened, and report why the other splits cannot."""
+    data_path = options.data_path
     if isinstance(data_path, Path) and not data_path.is_dir():
         raise UserError(f"{data_path} is not a folder; give the one that holds train/ and val/")
     splits = {}
     for name in names:
+        hidden: list[tuple[str, str]] = []
         try:
-            splits[name] = (
-                open_source(data_path / name, *reading, is_all=name == "train")
-                if isinstance(data_path, Path)
-                else RemotePack(data_path, name)
-            )
+            if isinstance(data_path, Path):
+                reading = options.multi_label, options.extensions, hidden
+                splits[name] = open_source(data_path / name, *reading, is_all=name == "train")
+            else:
+                splits[name] = RemotePack(data_path, name)
         except UserError as error:
             hint = "; --expect-val 0 checks train alone, for train.py --minival" if name == "val" and splits else ""
             report.add("set", name, None, f"{error}{hint}")
+        for path, remedy in hidden:
+            report.add("hidden", name, path, remedy)
     if not splits:
         raise UserError(report.findings["set"][0]["reason"])
     return splits
@@ -311,7 +332,7 @@ def check(options: argparse.Namespace) -> int:
     BY_NAME["grey_range"].check(options.grey_range)
     report = Report()
     names = ("train",) if options.expect_val == 0 else ("train", "val")
-    splits = open_splits(options.data_path, names, report, options.multi_label, options.extensions)
+    splits = open_splits(options, names, report)
     check_set(splits, options, report)
     look_at_all(splits, options, report)
     report.show()

@@ -19,7 +19,7 @@ sets:
 
 Acc@k is the percentage of images whose class is among the k best; classes with equal scores rank by their numbers.
 NLL is the mean of the negative logarithm of the probability of an image's class, ECE the expected calibration error
-with 15 bins of equal width. The 95% interval is that of Acc@1, by a bootstrap over the images with a fixed seed.
+with 15 bins of equal width. The 95% interval is Wilson's, of Acc@1.
 
 A model of --multi-label is evaluated on lists of several labels: mAP is the mean over classes of the average precision,
 F1 counts a class whose probability is above a half, BCE is the mean binary cross-entropy of images and classes.
@@ -64,7 +64,7 @@ from metrics.ranking import average_precision, rank_classes
 from models.build import FlipAverage, autocast, move_to_device, set_up_device, set_up_threads
 from monitoring.pictures import Predictions, count_confusion, find_confused, find_mistakes
 from scripts.report import draw_confusion, page, saved, show_images, table
-from scripts.scores import bootstrap_interval, calibration_error
+from scripts.scores import calibration_error, share_text, wilson_interval
 from scripts.tool import add_train_option, build_parser, explain, output_file, positive, run, write_output, write_report
 from scripts.trained import (
     Trained,
@@ -287,7 +287,7 @@ class Scores:
             "images": len(self.labels), "classes": len(each.words), "classes_found_by": each.found_by,
             "is_restricted_to_its_classes": each.columns is not None,
             **{f"acc{k}": 100 * int((self.places < k).sum()) / len(self.places) for k in self.topk},
-            "acc1_interval": [100 * bound for bound in bootstrap_interval(int(is_hit.sum()), len(is_hit))],
+            "acc1_interval": wilson_interval(int(is_hit.sum()), len(is_hit)),
             "nll": math.fsum(self.nll) / len(self.nll),
             "ece": calibration_error(self.probabilities[:, 0], is_hit),
         }  # fmt: skip
@@ -320,16 +320,19 @@ class Scores:
             counts = Counter(self.found.predicted[self.labels == label].tolist())
             n, hits = counts.total(), counts.pop(label, 0)
             others = ", ".join(f"{names[other]} ({count})" for other, count in counts.most_common(3))
-            rows.append([names[label], n, 100 * hits / n, others])
-        rows.sort(key=lambda row: row[2])
-        shown = ((decode_plainly(source.read(row), how=self.set.decoding), words) for row, words in mistakes)
+            rows.append((hits / n, [names[label], share_text(hits, n), others]))
+        rows.sort(key=lambda row: row[0])
+        shown = ((decode_plainly(source.read(row), how=self.set.decoding), words, "wrong") for row, words in mistakes)
         images = show_images(shown, folder)
-        classes = table(["class", "images", "Acc@1, %", "most often taken for"], rows)
+        classes = table(["class", "Acc@1", "most often taken for"], [row for _, row in rows])
         return {f"{name}: mistakes, the surest first": images, f"{name}: classes": classes}
 
 
-def describe(report: dict[str, Any], topk: list[int]) -> str:
-    """Return the results as tables; an Acc@k that is 100 by the number of classes is left out."""
+def describe(report: dict[str, Any], topk: list[int]) -> tuple[list[list[str]], list[str]]:
+    """Return the results, a head and a row for each set, and lines: on the weights, and on what a star means.
+
+    An Acc@k that is 100 by the number of classes is left out.
+    """
     topk = [k for k in topk if k == 1 or any(k < found["classes"] for found in report["sets"].values())]
     rows = [["set", "images", "classes", *(f"Acc@{k}" for k in topk), "95% of Acc@1", "NLL", "ECE"]]
     is_multi_label = any("map" in found for found in report["sets"].values())
@@ -345,10 +348,10 @@ def describe(report: dict[str, Any], topk: list[int]) -> str:
         numbers = [f"{found[f'acc{k}']:.3f}" for k in topk]
         numbers += [f"{low:.2f} to {high:.2f}", f"{found['nll']:.4f}", f"{found['ece']:.4f}"]
         rows.append([name, f"{found['images']:,}", words, *numbers])
-    lines = [f"{report['checkpoint']}: {report['weights']}", *(f"  {line}" for line in aligned(rows))]
+    lines = [f"{report['checkpoint']}: {report['weights']}"]
     if any(found["is_restricted_to_its_classes"] for found in report["sets"].values()):
         lines.append("* the scores of the model's other classes were left out")
-    return "\n".join(lines)
+    return rows, lines
 
 
 def numbers(text: str) -> list[int]:
@@ -456,7 +459,8 @@ def evaluate(options: argparse.Namespace) -> None:
         write_files(options, report, all_scores, k)
     leave_group()
     if args.distributed.rank == 0:
-        print(describe(report, options.topk))
+        results, (weights, *more) = describe(report, options.topk)
+        print(weights, *(f"  {line}" for line in aligned(results)), *more, sep="\n")
 
 
 def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scores | LabelScores], k: int) -> None:
@@ -470,7 +474,9 @@ def write_files(options: argparse.Namespace, report: dict, all_scores: list[Scor
     if options.confusion is not None and isinstance(first, Scores):
         write_output(options.confusion, first.confusion(options.confusion.suffix), "--confusion")
     if options.html is not None:
-        sections = {"Result": f"<pre>{escape(describe(report, options.topk))}</pre>"}
+        results, lines = describe(report, options.topk)
+        head, *values = zip(*results, strict=True)  # a column for each set
+        sections = {"Result": table(head, values) + "".join(f"<p>{escape(line)}</p>" for line in lines)}
         sections |= dict(chain.from_iterable(scores.sections(options.html.parent).items() for scores in all_scores))
         write_output(options.html, page(f"{report['model']} on {', '.join(report['sets'])}", sections), "--html")
     if options.json is not None:

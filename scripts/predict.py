@@ -46,6 +46,7 @@ from loading.progress import Progress
 from loading.source import IMG_EXTENSIONS, PHONE_EXTENSIONS
 from presets import ClassificationPresetEval
 from scripts.report import page, show_images, table
+from scripts.scores import share_text
 from scripts.tool import as_json, as_path, build_parser, clean_stdout, output_file, positive, run, write_output
 from scripts.trained import add_machine_options, add_options, check_finite, open_from_options, tool_options
 from settings.tables import as_csv
@@ -175,18 +176,26 @@ def write_page(
     options: argparse.Namespace, predictions: list[tuple[Prediction, str | None]], how: Decoding, *, is_ranked: bool
 ) -> None:
     """Write `--html` from predictions and the images' own classes, one of which each has if it `is_ranked`."""
-    is_right = [truth == each.top[0][0] for each, truth in predictions if truth is not None] if is_ranked else []
-    facts = [["weights", options.checkpoint]]
-    facts += [["images of a known class", len(is_right)], ["right", sum(is_right)]] if is_right else []
-    shown = sorted(predictions, key=lambda pair: pair[0].top[0][1])[:150]  # a page below 2 MB
-    lines = [[*(f"{p:.1%} {name}" for name, p in each.top), f"is {truth}" if truth else ""] for each, truth in shown]
-    opened = (open_image(Path(each.file), how._replace(mode="RGB")) for each, _ in shown)
-    images = zip(opened, ([each.file, *rest] for (each, _), rest in zip(shown, lines, strict=True)), strict=True)
-    title = f"{len(shown)} of {counted(len(predictions), 'image')}, the least sure first"
+    facts, groups = [["weights", options.checkpoint]], {"wrong": [], "": [], "right": []}
+    for each, truth in sorted(predictions, key=lambda pair: pair[0].top[0][1]):
+        mark = ""
+        if is_ranked and truth is not None:
+            mark = "right" if truth == each.top[0][0] else "wrong"
+        lines = [each.file, *(f"{p:.1%} {name}" for name, p in each.top)]
+        if truth:
+            lines.append(f"{mark}: is {truth}".removeprefix(": "))
+        groups[mark].append((lines, mark))
+    groups["wrong"].reverse()
+    num_right, num_known = len(groups["right"]), len(groups["right"]) + len(groups["wrong"])
+    if num_known > 0:
+        facts.append(["right, of images of a known class", share_text(num_right, num_known)])
+    shown = list(chain(*groups.values()))[:150]  # a page below 2 MB
+    colour, title = how._replace(mode="RGB"), f"{len(shown)} of {counted(len(predictions), 'image')}"
+    images = ((open_image(Path(lines[0]), colour), lines, mark) for lines, mark in shown)
     counts = Counter(each.top[0][0] for each, _ in predictions).most_common()
     sections = {
         "Result": table([], facts),
-        title: show_images(images, options.html.parent),
+        f"{title}, wrong ones first, then the least sure": show_images(images, options.html.parent),
         "Classes": table(["predicted", "images"], counts),
     }
     write_output(options.html, page("Predictions", sections), "--html")

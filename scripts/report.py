@@ -6,8 +6,9 @@ Examples:
   python -m scripts.report runs/seed* --out seeds.html      runs that differ in --seed or fold alone are one band
 
 The page of one run begins with its result; then come curves, confusion, pictures, epochs, and options that are no
-defaults. That of several runs begins with a table of them, the best first, with the options that differ; then come one
-plot of all runs for each measure, and results with their spread. Needs matplotlib.
+defaults. That of several runs begins with tables of settings and runs, with the options that differ; then come one plot
+of all runs for each measure, and results with their spread. Both end with what repeats the runs. Runs are ranked by
+their last evaluation: the best one is chosen on the very images that it is measured on. Needs matplotlib.
 """
 
 import base64
@@ -36,6 +37,7 @@ from files import open_to_read, read_json
 from monitoring.events import NOT_DRAWN
 from monitoring.monitor import OF_TRAINING, read_records
 from scripts import tool
+from scripts.scores import share_text
 from settings.choices import CURVES
 from settings.config import IMAGENET_MEAN, IMAGENET_STD
 from settings.options import BY_NAME
@@ -52,6 +54,7 @@ PANELS = {
     "data_wait": "share of time waiting for data", "grad_norm": "norm of the gradients", "memory_gib": "memory, GiB",
 }  # fmt: skip
 _LARGEST = 32 << 20
+SPREAD = "mean \u00b1 standard deviation"
 
 # Its policy has the browser itself refuse to load anything from elsewhere.
 PAGE = Path(__file__).with_name("page.html")
@@ -65,7 +68,8 @@ class LoggedRun:
             self.records = read_records(folder)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise UserError(f"{folder} holds no metrics.jsonl; give the --output-dir of a run") from error
-        self.folder, self.name = folder, re.sub(r"^(\.\./)+", "", str(folder))
+        self.folder, self.name = folder, Path(os.path.abspath(folder)).name
+        self.about, self.status = (read_json(folder / name) for name in ("run.json", "status.json"))
         self.recipe, self.options = self.read("recipe.toml").decode(errors="replace"), {}
         with suppress(ValueError):
             for table in tomllib.loads(self.recipe).values():
@@ -73,6 +77,14 @@ class LoggedRun:
         # An evaluation comes after the last step of its epoch.
         ends = [record for record in self.records if record["kind"].startswith(("val", "minival"))] or self.records
         self.steps_per_epoch = max((record["step"] / max(record["epoch"] + 1, 1) for record in ends), default=0) or 1
+
+    @property
+    def state(self) -> str:
+        """The word of status.json, and how far an unfinished run is."""
+        state = str(self.status.get("state", "unknown"))
+        done = max((record["step"] for record in self.records), default=0) / self.steps_per_epoch
+        so_far = f"unfinished: {state}, {done:.4g} of {self.options.get('epochs', '?')} epochs"
+        return state if state == "finished" else so_far
 
     @property
     def took(self) -> str:
@@ -92,6 +104,28 @@ class LoggedRun:
         records = [r for r in self.records if r["kind"] == kind and isinstance(r.get(name), float | int)]
         return {record["step"]: record[name] for record in records if abs(record[name]) < 1e100}
 
+    def curve(self, kind: str, name: str) -> dict[int, float]:
+        """Return `points`; for training the means of the epochs, where these are more."""
+        of_epochs = self.points("epoch", name) if kind == "train" else {}
+        return max(self.points(kind, name), of_epochs, key=len)
+
+    def result(self, kind: str, name: str, step: int) -> str:
+        """Return the value of a metric in an evaluation with its number of images."""
+        value, count = self.points(kind, name)[step], int(self.points(kind, "n").get(step, 0))
+        if count > 0 and name in ("acc1", "acc5") and 0 <= value <= 100:
+            return share_text(round(value * count / 100), count)
+        return f"{value:.5g} {PANELS.get(name, name).partition(', ')[2]}".rstrip() + count_text([self], kind)
+
+
+def count_text(runs: Iterable[LoggedRun], kind: str) -> str:
+    """Return the numbers of images of a kind of evaluation, or of a training epoch, in brackets; empty if unknown."""
+    counts = {number for run in runs for number in run.points(kind, "n").values()}
+    if kind == "train":
+        points = [(run.steps_per_epoch, *point) for run in runs for point in run.points("epoch", "images").items()]
+        counts = {round(steps * number / max(step, 1)) for steps, step, number in points}
+    words = " or ".join(f"{count:,.0f}" for count in sorted(counts))
+    return f" (n={words})" if words else ""
+
 
 def group_seeds(runs: list[LoggedRun]) -> dict[str, list[LoggedRun]]:
     """Return groups of runs that differ in their seeds, or folds of a minival, alone, by label.
@@ -106,14 +140,19 @@ def group_seeds(runs: list[LoggedRun]) -> dict[str, list[LoggedRun]]:
         options = {**run.options, "seed": None, "minival-fold": None, "weights": weights}
         key = json.dumps(options, sort_keys=True, default=str) if run.options else run.name
         groups.setdefault(key, []).append(run)
-    return {name_group([run.name for run in group]): group for group in groups.values()}
+    return {name_group(group): group for group in groups.values()}
 
 
-def name_group(names: list[str]) -> str:
-    """Return the name of runs of one setting: the one that they have without numbers at the end, or all their names."""
+def name_group(runs: list[LoggedRun]) -> str:
+    """Return the name of runs of one setting, and how many are unfinished.
+
+    It is the one that they have without numbers at the end, or all their names.
+    """
+    names, num_unfinished = [run.name for run in runs], sum(run.state != "finished" for run in runs)
     bases = {re.sub(r"[-_.=]?\d+$", "", name) for name in names}
     is_one = len(names) > 1 and len(bases) == 1 and Path(*bases).name
-    return f"{bases.pop()} ({len(names)} runs)" if is_one else ", ".join(names)
+    label = f"{bases.pop()} ({len(names)} runs)" if is_one else ", ".join(names)
+    return f"{label} [{num_unfinished} unfinished]" if num_unfinished else label
 
 
 def kinds_in(runs: Iterable[LoggedRun]) -> dict[str, str]:
@@ -139,7 +178,7 @@ def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> No
     axis.grid(alpha=0.3)
     for number, (label, group) in enumerate(groups.items()):
         for place, (kind, title) in enumerate(kinds_in(run for each in groups.values() for run in each).items()):
-            curves = [run.points(kind, name) for run in group]
+            curves = [run.curve(kind, name) for run in group]
             steps = sorted({step for curve in curves for step in curve})
             if not steps:
                 continue
@@ -148,19 +187,18 @@ def draw_measure(axis: Any, groups: dict[str, list[LoggedRun]], name: str) -> No
             xs = [step / group[0].steps_per_epoch for step in steps]
             style = {"linestyle": "--", "marker": "."} if place or len(steps) == 1 else {"linewidth": 1}
             color = f"C{(number if len(groups) > 1 else place) % 10}"
+            title += count_text(group, kind)
             title = f"{label}: {title}" if len(groups) > 1 else title
             axis.plot(xs, means, color=color, label=one_line(title)[:200], **style)
             low = means - spreads
             axis.fill_between(xs, low.clip(0) if means.min() >= 0 else low, means + spreads, color=color, alpha=0.2)
-    lowest = min(line.get_ydata().min() for line in axis.lines)
-    if name == "loss" and lowest > 0:
+    lowest, highest = (choose(choose(line.get_ydata()) for line in axis.lines) for choose in (min, max))
+    if name == "loss" and highest > 5 * lowest > 0:
         axis.set_yscale("log")  # a linear scale would be flat beside an evaluation that is far off
         ticker = require_package("matplotlib.ticker", PROG)
         axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_locator(ticker.NullLocator())
-        low, high = axis.get_ylim()
-        axis.set_ylim(min(low, 0.9 * lowest, high / 2.5), high)  # with two marks at least
         return
     axis.ticklabel_format(axis="y", useOffset=False)
     if lowest >= 0:
@@ -172,7 +210,7 @@ def draw_curves(groups: dict[str, list[LoggedRun]]) -> dict[str, Any]:
     """Return a figure for each measure by its name, 40 at most."""
     runs = [run for group in groups.values() for run in group]
     titles = {name: plain(PANELS.get(name, name)) for name in dict.fromkeys([*CURVES, *results_in(runs), *PANELS])}
-    names = [name for name in titles if any(run.points(kind, name) for run in runs for kind in kinds_in(runs))][:40]
+    names = [name for name in titles if any(run.curve(kind, name) for run in runs for kind in kinds_in(runs))][:40]
     figures = {name: new_figure(6.4, 3.2) for name in names}
     for name, figure in figures.items():
         draw_measure(figure.add_subplot(1, 1, 1, title=titles[name], xlabel="epochs of training"), groups, name)
@@ -238,19 +276,21 @@ def saved(save: Callable, form: str) -> bytes:
     return content.getvalue()
 
 
-def show_images(shown: Iterable[tuple[Image.Image, list[str]]], folder: Path) -> str:
-    """Return HTML that shows images small and beside each other, with lines below each; the first names its file.
+def show_images(shown: Iterable[tuple[Image.Image, list[str], str]], folder: Path) -> str:
+    """Return HTML that shows images small and beside each other, with lines below each; the first is its file's path.
 
-    Images link to their files, if they are such, from the folder of the page.
+    Each is marked as `right`, `wrong` or nothing. Images link to their files, if they are such, from the folder of the
+    page.
     """
     figures = []
-    for image, lines in shown:
-        picture = embedded(saved(ImageOps.fit(image, (160, 160)).save, "jpeg"), lines[0], "jpeg")
-        if os.path.isfile(lines[0]):
-            path = os.path.relpath(lines[0], folder)
+    for image, (file, *lines), mark in shown:
+        picture = embedded(saved(ImageOps.fit(image, (160, 160)).save, "jpeg"), file, "jpeg")
+        if os.path.isfile(file):
+            path = os.path.relpath(file, folder)
             address = re.sub(rb"[^\w./~-]", lambda sign: b"%%%02X" % sign[0][0], os.fsencode(path)).decode()
             picture = f'<a href="{escape(address)}">{picture}</a>'
-        figures.append(f"<figure>{picture}<figcaption>{'<br>'.join(map(escape, lines))}</figcaption></figure>")
+        words = "<br>".join(map(escape, [os.path.basename(file), *lines]))
+        figures.append(f'<figure class="{mark}">{picture}<figcaption>{words}</figcaption></figure>')
     return f"<div>{''.join(figures)}</div>"
 
 
@@ -262,9 +302,9 @@ def page(title: str, sections: dict[str, str]) -> bytes:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Return an HTML table with all text escaped."""
+    """Return an HTML table with all text escaped; no line ends before a sign of percent."""
     lines = [[f"<th>{escape(name)}" for name in head]] + [[f"<td>{escape(_text(v))}" for v in row] for row in rows]
-    return f"<table>{''.join('<tr>' + ''.join(line) for line in lines if line)}</table>"
+    return f"<table>{''.join('<tr>' + ''.join(line) for line in lines if line)}</table>".replace(" %", "&nbsp;%")
 
 
 def _text(value: Any) -> str:
@@ -288,7 +328,9 @@ def epochs_table(run: LoggedRun) -> str:
         begin_s, end_s = end_s, 3600 * (final.get("hours") or math.nan)
         values = [last.get(kind, {}).get(name) for kind, name in columns]
         rows.append([f"[{number}]", final["step"], duration(end_s - begin_s), *values])
-    return table(["epoch", "step", "time", *(f"{kinds[kind]} {name}" for kind, name in columns)], rows)
+    heads = (f"{kinds[kind]} {name}" for kind, name in columns)
+    counts = (f"{kind}{count_text([run], kind)}" for kind in dict.fromkeys(kinds[k] for k, _ in columns))
+    return table(["epoch", "step", "time", *heads], rows) + f"<p>{escape(', '.join(counts))}</p>"
 
 
 def show_pictures(run: LoggedRun) -> dict[str, str]:
@@ -302,7 +344,7 @@ def show_pictures(run: LoggedRun) -> dict[str, str]:
             about = f"{KINDS.get(counts['kind'], counts['kind'])}, after step {counts['step']}"
             about += f": {counts['best']}" if counts.get("best") else ""
             confusion = drawn(draw_confusion(counts["classes"], counts["confusion"], about), name)
-            rows = [[*words, f"{share:.1%}"] for *words, share in counts.get("mistakes", [])]
+            rows = [[os.path.basename(path), *words, f"{p:.1%}"] for path, *words, p in counts.get("mistakes", [])]
             found = table(["file", "class", "predicted", "confidence"], rows) if rows else ""
     pictures = {kind: embedded(content, name, "png") for kind, name in shown.items() if (content := run.read(name))}
     if found := pictures.pop("picture-mistakes", "") + found:
@@ -316,15 +358,10 @@ def flat(content: dict, prefix: str = "") -> list[tuple[str, Any]]:
     return [row for n, v in pairs for row in (flat(v, f"{n}.") if isinstance(v, dict) else [(n, v)])]
 
 
-def bests(run: LoggedRun, name: str) -> dict[str, tuple[float, int]]:
-    """Return the best value of each kind of evaluation by a metric, and its step, as `RunState.note_results`."""
-    found, sign = {}, -1 if CURVES[name].is_lower_better else 1
-    for kind in kinds_in([run]).keys() - {"train"}:
-        points, losses = run.points(kind, name), run.points(kind, "loss")
-        if points:
-            step = max(points, key=lambda s: (sign * points[s], -losses.get(s, math.inf), -s))
-            found[kind] = points[step], step
-    return {kind: found[kind] for kind in kinds_in([run]) if kind in found}
+def best_step(run: LoggedRun, kind: str, name: str) -> int:
+    """Return the step of the best value of a metric in a kind of evaluation, as `RunState.note_results`."""
+    points, losses, sign = run.points(kind, name), run.points(kind, "loss"), -1 if CURVES[name].is_lower_better else 1
+    return max(points, key=lambda step: (sign * points[step], -losses.get(step, math.inf), -step), default=0)
 
 
 def best_metric(run: LoggedRun) -> str:
@@ -358,30 +395,23 @@ def where_time_went(run: LoggedRun) -> str:
 
 def describe_result(run: LoggedRun) -> str:
     """Return the table of what a run has reached, and of what it is."""
-    about, status = (read_json(run.folder / name) for name in ("run.json", "status.json"))
-    rows = []
-    chosen = dict.fromkeys((best_metric(run), "acc1"))
-    found = [(name, kind, *best) for name in chosen for kind, best in bests(run, name).items()]
-    for metric, kind, value, step in found:
-        title, _, unit = PANELS[metric].partition(", ")
-        last_step, last = list(run.points(kind, metric).items())[-1]
-        name, epoch = f"{title}, {kinds_in([run])[kind]}", step / run.steps_per_epoch
-        after = f"after step {step} ({epoch:.4g} epochs)"
-        rows.append([f"{name}, best", f"{value:.3f} {unit}, {after}".replace(" ,", ",")])
-        rows.append([f"{name}, last", f"{last:.3f} {unit}, after step {last_step}".replace(" ,", ",")])
-        own = str(run.options.get("best-metric"))
-        if metric == best_metric(run) and own not in CURVES and (points := run.points(kind, own)):
-            step, last = list(points.items())[-1]
-            name = f"{own}, which chooses best.pth, {kinds_in([run])[kind]}, last"
-            rows.append([name, f"{last:.4g}, after step {step}"])
+    rows, metrics = [], dict.fromkeys((str(run.options.get("best-metric", "acc1")), best_metric(run), "acc1"))
+    for metric, (kind, title) in itertools.product(metrics, kinds_in([run]).items()):
+        steps = list(run.points(kind, metric))
+        if kind == "train" or not steps:
+            continue
+        name = f"{PANELS.get(metric, metric).partition(', ')[0]}, {title}"
+        rows.append([f"{name}, last", f"{run.result(kind, metric, steps[-1])}, after step {steps[-1]}"])
+        if metric in CURVES:
+            step = best_step(run, kind, metric)
+            after = f"after step {step} ({step / run.steps_per_epoch:.4g} epochs), chosen on this set"
+            rows.append([f"{name}, best", f"{run.result(kind, metric, step)}, {after}"])
     rates = run.points("train", "images_per_s").values()
-    rows.append(["state", " ".join(str(status.get(name, "")) for name in ("state", "reason"))])
+    rows += [["state", run.state], ["reason", run.status.get("reason")]]
     rows += [["time", run.took], ["of which", where_time_went(run)]]
     rows.append(["images a second", f"{statistics.median(rates):.1f} in training" if rates else ""])
     rows.append(["model", run.options.get("model")])
     rows.append(["data", " ".join(str(run.options.get(name, "")) for name in ("data-path", "synthetic"))])
-    command = about.get("command")
-    rows.append(["command", shlex.join(["python", *map(str, command)]) if isinstance(command, list) else command])
     return table([], [row for row in rows if any(row[1:]) and str(row[1]).strip()])
 
 
@@ -390,8 +420,7 @@ def describe_run(run: LoggedRun) -> dict[str, str]:
     known = {option.name: option.default for option in BY_NAME.values()}
     known |= {"mean": [*IMAGENET_MEAN], "std": [*IMAGENET_STD]}
     changed = [[name, value] for name, value in run.options.items() if value != known.get(name)]
-    files = {"state": "status.json", "environment": "run.json"}
-    files = {title: table([], flat(read_json(run.folder / name))) for title, name in files.items()}
+    files = {"state": table([], flat(run.status)), "environment": table([], flat(run.about))}
     files["all options"] = f"<pre>{escape(run.recipe)}</pre>" if run.recipe else ""
     return {
         **show_pictures(run),
@@ -401,60 +430,96 @@ def describe_run(run: LoggedRun) -> dict[str, str]:
     }
 
 
-def rank_runs(runs: list[LoggedRun]) -> str:
-    """Return the table of several runs, the best first, with the options that differ.
+def last_result(runs: list[LoggedRun], kind: str, name: str) -> tuple[float, str, int]:
+    """Return the mean of the last results of runs of one setting, in words too, and their number; NaN of none."""
+    found = [(run, *list(points.items())[-1]) for run in runs if (points := run.points(kind, name))]
+    if not found:
+        return math.nan, "", 0
+    values = [value for *_, value in found]
+    mean, text = statistics.fmean(values), found[0][0].result(kind, name, found[0][1])
+    if len(found) > 1:
+        text = f"{mean:.5g} \u00b1 {spread(values):.2g}{count_text(runs, kind)}"
+    return mean, text, len(found)
 
-    All are ranked by the first one's metric, and on the set that chooses best.pth, never on one of `--eval-data`.
+
+def rank(groups: dict[Any, list[LoggedRun]], name: str) -> list[list[Any]]:
+    """Return a row for each group, the best first: its label, words and number of `last_result`, the evaluations' kind.
+
+    These are on the set that chooses best.pth, never on one of `--eval-data`, and of the averaged weights where a run
+    has them: to take the better ones would favour it.
     """
-    names = dict.fromkeys(name for run in runs for name in run.options)
-    differing = [n for n in names if len({json.dumps(run.options.get(n), default=str) for run in runs}) > 1]
-    name, rows = best_metric(runs[0]), []
-    sign = -1 if CURVES[name].is_lower_better else 1
-    for run in runs:
-        found = [(*best, kind) for kind, best in bests(run, name).items() if kind in BEST_NAMES]
-        best, step, kind = max(found, key=lambda each: sign * each[0], default=(math.nan, 0, ""))
-        rows.append([run.name, best, kind, step / run.steps_per_epoch, run.took, *map(run.options.get, differing)])
-    rows.sort(key=lambda row: (math.isnan(row[1]), -sign * row[1]))
-    return table(["run", f"best {PANELS[name].partition(',')[0]}", "of", "epoch", "time", *differing], rows)
-
-
-def describe_settings(groups: dict[str, list[LoggedRun]]) -> str:
-    """Return the table of several settings: mean and deviation of the best result of their runs."""
-    rows, metric = [], best_metric(next(iter(groups.values()))[0])
+    rows, sign = [], 1 if CURVES[name].is_lower_better else -1
     for label, group in groups.items():
-        found = [best for run in group for kind, (best, _) in bests(run, metric).items() if kind in ("val", "minival")]
-        if found:
-            mean, deviation = statistics.fmean(found), f" \u00b1 {spread(found):.3f}" if len(found) > 1 else ""
-            rows.append((mean, label, len(found), f"{mean:.3f}{deviation}"))
-    ranked = [row for _, *row in sorted(rows, reverse=not CURVES[metric].is_lower_better)]  # the best first
-    title = f"best {PANELS[metric].partition(',')[0]}, mean \u00b1 standard deviation"
-    return table(["setting", "runs", title], ranked) if ranked else ""
+        kinds = ["", *(kind for kind in BEST_NAMES if any(run.points(kind, name) for run in group))]
+        mean, *words = last_result(group, kinds[-1], name)
+        rows.append((math.isnan(mean), sign * mean, [label, *words, kinds[-1]]))
+    return [row for *_, row in sorted(rows, key=lambda row: row[:2])]
 
 
-def compare_runs(groups: dict[str, list[LoggedRun]]) -> dict[str, str]:
-    """Return the sections of several runs by their titles, beside their tables and curves."""
-    results = []
+def rank_runs(runs: list[LoggedRun], metric: str) -> str:
+    """Return the table of several runs with the options that differ, the best last result first."""
+    names, rows = dict.fromkeys(name for run in runs for name in run.options), []
+    differing = [n for n in names if len({json.dumps(run.options.get(n), default=str) for run in runs}) > 1]
+    for run, words, _, kind in rank({run: [run] for run in runs}, metric):
+        step = best_step(run, kind, metric)
+        best = run.points(kind, metric).get(step), step / run.steps_per_epoch or None
+        rows.append([run.name, words, run.state, kind, *best, run.took, *map(run.options.get, differing)])
+    title = PANELS[metric].partition(",")[0]
+    head = ["run", f"last {title}", "state", "of", f"best {title}, chosen on this set", "its epoch", "time"]
+    return table([*head, *differing], rows)
+
+
+def compare_runs(groups: dict[str, list[LoggedRun]]) -> str:
+    """Return the table of all last results of several settings."""
+    rows = []
     for label, group in groups.items():
         for kind, name in itertools.product(kinds_in(group), results_in(group)):
-            last = [list(points.values())[-1] for run in group if (points := run.points(kind, name))]
-            if last:
-                spreads = f"{spread(last):.2g}" if len(last) > 1 else ""
-                results.append([label, f"{kind} {name}", len(last), statistics.fmean(last), spreads])
+            _, words, number = last_result(group, kind, name)
+            if number and kind != "train":
+                rows.append([label, f"{kind} {name}", words, number])
     note = "<p>Runs that differ only in seed or fold are one line, their mean, in a band of one standard deviation."
-    return {"Last results": table(["runs", "measure", "number", "mean", "standard deviation"], results) + note}
+    return table(["setting", "measure", f"last, {SPREAD}", "runs"], rows) + note
+
+
+def reproduce(runs: list[LoggedRun], settings: list[list[Any]]) -> str:
+    """Return HTML with rows of a paper's table from those of `rank`, and lines for a shell that repeat the runs."""
+    rows = [" & ".join(re.sub(r"([%&#$_])", r"\\\1", str(cell)) for cell in row) + r" \\" for row in settings]
+    return "".join(f"<pre>{escape(chr(10).join(lines))}</pre>" for lines in (rows, map(repeat, runs)))
+
+
+def repeat(run: LoggedRun) -> str:
+    """Return a comment on what a run's numbers depend on beside its options, and its command with its seed."""
+    facts = dict(flat(run.about))
+    found = [f"{n} {value}" for n, value in facts.items() if n.startswith(("processor", "environment.", "hashes."))]
+    lines, command = [f"# {run.name}: {', '.join(found)}".replace("environment.", "")], facts.get("command")
+    if isinstance(command, list):
+        num_processes = facts.get("environment.world_size", 1)
+        words = ["python"] if num_processes == 1 else ["torchrun", f"--nproc_per_node={num_processes}"]
+        words += map(str, command)
+        if not any(word.startswith("--seed") for word in words):
+            words += ["--seed", str(run.options.get("seed"))]
+        lines.append(shlex.join([f"OMP_NUM_THREADS={facts.get('environment.threads')}", *words]))
+    return "\n".join(map(one_line, [*lines, ""]))
 
 
 def write_report(folders: list[Path], out: Path | None = None) -> Path:
     """Write the page of one run or of several, and return its path; UserError as `LoggedRun`."""
     runs = [LoggedRun(folder) for folder in dict.fromkeys(folders)]
+    parent = os.path.commonpath([Path(os.path.abspath(run.folder)).parent for run in runs])
+    for run in runs:
+        run.name = os.path.relpath(run.folder, parent)
     groups, is_one = group_seeds(runs), len(runs) == 1
+    metric = best_metric(runs[0])
+    settings = rank(groups, metric)
     figures = draw_curves(groups)
     if is_one:
         first, more = {"Result": describe_result(runs[0])}, describe_run(runs[0])
     else:
-        first, more = {"Settings": describe_settings(groups), "Runs": rank_runs(runs)}, compare_runs(groups)
+        head = ["setting", f"last {PANELS[metric].partition(',')[0]}, {SPREAD}", "runs", "of"]
+        first = {"Settings": table(head, settings), "Runs": rank_runs(runs, metric)}
+        more = {"Last results": compare_runs(groups)}
     curves = {"Curves": show_curves(figures) if figures else "<p>No records yet.</p>"}
-    sections = first | curves | more
+    sections = first | curves | more | {"Reproduce": reproduce(runs, settings)}
     path = out or (runs[0].folder / "report.html" if is_one else Path("comparison.html"))
     tool.write_output(path, page(runs[0].name if is_one else f"{len(runs)} runs", sections), "--out")
     return path

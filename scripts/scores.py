@@ -1,4 +1,6 @@
-"""Figures of predictions that `scripts.evaluate` adds to the metrics."""
+"""Figures of predictions that tools add to the metrics."""
+
+import math
 
 import numpy
 
@@ -16,10 +18,22 @@ def calibration_error(confidence: numpy.ndarray, is_hit: numpy.ndarray, num_bins
     return float(numpy.abs(gaps).sum() / len(confidence))
 
 
-def bootstrap_interval(num_hits: int, num_images: int, num_resamples: int = 10_000) -> list[float]:
-    """Return the 95% interval of the share of hits, by percentiles of a bootstrap over the images with a fixed seed.
+def wilson_interval(num_hits: int, num_images: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of hits, both ends in percent.
 
-    The number of hits in a resample has a binomial distribution, so one draw gives it.
+    Wilson, Probable inference, the law of succession, and statistical inference, Journal of the American Statistical
+    Association 22 (1927), 209-212. It is not empty where all images are hits, as a bootstrap's is: of 42 from 91.6.
     """
-    draws = numpy.random.default_rng(0).binomial(num_images, num_hits / num_images, num_resamples)
-    return (numpy.percentile(draws, [2.5, 97.5]) / num_images).tolist()
+    z = 1.959964  # the quantile of the normal distribution at 0.975
+    share, shrink = num_hits / num_images, z * z / num_images
+    middle = (share + shrink / 2) / (1 + shrink)
+    margin = math.sqrt(shrink * (share * (1 - share) + shrink / 4)) / (1 + shrink)
+    return max(100 * (middle - margin), 0.0), min(100 * (middle + margin), 100.0)
+
+
+def share_text(num_hits: int, num_images: int) -> str:
+    """Return a share with its numbers and the digits that its interval leaves: `88.1 % (37 of 42; 95 %: 75 to 95)`."""
+    low, high = wilson_interval(num_hits, num_images)
+    digits = (high - low < 10) + (high - low < 1)
+    ends = f"{low:.{digits}f} to {high:.{digits}f}"
+    return f"{100 * num_hits / num_images:.{digits + 1}f} % ({num_hits:,} of {num_images:,}; 95 %: {ends})"

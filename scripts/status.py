@@ -80,10 +80,12 @@ def computing(records: list[dict[str, Any]]) -> list[float]:
 
 def newest_result(records: list[dict[str, Any]]) -> str:
     """Return a run's newest Acc@1 or loss in words; nothing if it has no records."""
-    results = [each for each in records if each["kind"] not in OF_TRAINING] or records
-    words = [f"{each['kind']} {name} {each[name]:.4g}" for each in results[-1:] for name in ("acc1", "map", "loss")
-             if isinstance(each.get(name), int | float)]  # fmt: skip
-    return words[0] if words else ""
+    results = [each for each in records if each["kind"] not in OF_TRAINING] or records or [{}]
+    newest = results[-1]
+    for name in ("acc1", "map", "loss"):
+        if isinstance(newest.get(name), int | float):
+            return f"{newest['kind']} {name} {newest[name]:.4g}" + (f" n={newest['n']}" if "n" in newest else "")
+    return ""
 
 
 def table_of(runs: list[dict[str, Any]]) -> list[str]:

@@ -100,7 +100,7 @@ def documented_commands() -> dict[str, list[list[str]]]:
         lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, flags=re.S)).replace("\\\n", " ").splitlines()
         lines += re.findall(r"`((?:python|torchrun|srun) [^`\n]*train\.py [^`\n]*)`", text)
         # Of a loop over settings one stands for all.
-        lines = [line.replace("$lr", "0.1").replace("$seed", "1") for line in lines]
+        lines = [re.sub(r"\$(seed|fold)\b", "1", line.replace("$lr", "0.1")) for line in lines]
         words = [shlex.split(line, comments=True) for line in lines]
         for program in ("train.py", "scripts/slurm.sh"):
             found = [line[line.index(program) + 1 :] for line in words if program in line]

@@ -368,7 +368,7 @@ def main():
         reach.make_map()
     mutants = draw(args.files or files_of([*FIRST, *WEIGHED]), args.number, args.seed)
     found = json.loads(reach.MAP.read_text())
-    old = [file for file in {mutant.file for mutant in mutants} if found["sources"].get(file) != read(file)]
+    old = [file for file in {mutant.file for mutant in mutants} if found["sources"].get(file, read(file)) != read(file)]
     if old:
         sys.exit(f"the map knows another {', '.join(sorted(old))}: make it anew with --map")
     jobs = list(jobs_of(mutants, found))

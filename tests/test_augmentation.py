@@ -83,6 +83,7 @@ def reference_policy(args):
         args.augmentation.train_crop_size, auto_augment=args.augmentation.auto_augment.removeprefix("timm/"),
         separate=True, mean=args.augmentation.mean,
         interpolation=args.augmentation.interpolation, color_jitter=args.augmentation.color_jitter or None,
+        force_color_jitter=True,  # beside RandAugment too
     )  # fmt: skip
     return steps
 

@@ -1,6 +1,8 @@
 """bench/benchmark.py and gpu_report.py: each measures real work and writes what it measured, and none is judged."""
 
 import json
+import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -26,10 +28,10 @@ from tests.started import PLAIN
 SMALL = "--model squeezenet1_1 --train-crop-size 32 --batch-size 2 --device cpu --rounds 2".split()
 
 
-def check_figures(tmp_path, ratios, *argv, num_ranks=1, part=None):
+def check_figures(tmp_path, ratios, *argv, num_ranks=1, part=None, prepare=()):
     path = tmp_path / "figures.json"
     argv = [*argv, "--json", path]
-    run_ranks(module_rank, num_ranks, "bench.benchmark", argv, log_folder=tmp_path, timeout_s=120).check()
+    run_ranks(module_rank, num_ranks, "bench.benchmark", argv, prepare, log_folder=tmp_path, timeout_s=120).check()
     figures = json.loads(path.read_text())
     figures = figures[part] if part else figures
     assert list(figures["ratios"]) == ratios
@@ -55,6 +57,79 @@ def test_loader(image_folder, tmp_path):
 def test_a_step_on_one_process_and_on_several(tmp_path):
     check_figures(tmp_path, ["ours / bare"], "step", *SMALL, "--steps", 2, "--amp", "--amp-dtype", "bfloat16")
     check_figures(tmp_path, ["ours / bare", "same bits / ours"], "step", *SMALL, "--steps", 2, num_ranks=2)
+
+
+def name_references(folder):
+    os.environ["TORCHVISION_REFERENCES"] = folder
+
+
+def test_our_loop_without_a_part_and_torchvisions_beside_it(tmp_path):
+    # Its train.py imports modules of its own by the names of ours, and none of ours may be left in their place.
+    (tmp_path / "utils.py").write_text("def read(loss):\n    return loss.item()\n")
+    (tmp_path / "train.py").write_text("""import utils
+def train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args, model_ema=None, scaler=None):
+    for image, target in data_loader:
+        loss = criterion(model(image.to(device)), target.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        utils.read(loss)
+""")
+    parts = ["lines", "loader", "metrics"]
+    ratios = [
+        "ours / bare",
+        "torchvision's / bare",
+        "ours / torchvision's",
+        *[f"without {part} / bare" for part in parts],
+    ]
+    check_figures(
+        tmp_path, ratios, "step", *SMALL, "--steps", 3, "--without", *parts, prepare=(name_references, str(tmp_path))
+    )
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["start_s"].keys() == figures["rates"].keys() == figures["turns"]["rates"].keys()
+
+
+def test_the_names_of_torchvisions_modules_are_ours_again(tmp_path):
+    for name in ("train", "utils"):
+        (tmp_path / f"{name}.py").write_text(f"WHO = '{name} of theirs'\n" + "import utils\n" * (name == "train"))
+    ours = [sys.modules[name] for name in ("train", "utils")]
+    theirs = benchmark.import_train(str(tmp_path))
+    assert (theirs.WHO, theirs.utils.WHO) == ("train of theirs", "utils of theirs")
+    assert [sys.modules[name] for name in ("train", "utils")] == ours
+    assert str(tmp_path) not in sys.path
+
+
+def test_a_steady_step_is_behind_the_first_ones_and_a_start_is_what_the_first_takes_more():
+    way = benchmark.BareStep(benchmark.training_args([*SMALL[:-2]]), 4)
+    times = iter([0.0, 50.0, 57.0, 60.0, 62.0])  # the beginning, and the ends of four steps of two images
+    way.clock = lambda: next(times)
+    assert way() == 8
+    assert way.steady_rates == [2 / 2.5]
+    assert way.starts_s == [50 - 2.5]
+
+
+def test_parts_of_our_loop_are_taken_from_a_copy():
+    ours = benchmark.OurLoop(benchmark.training_args([*SMALL[:-2]]), 3)
+    parts = {part: benchmark.without(ours, part) for part in ("lines", "loader", "metrics")}
+    for way in (ours, *parts.values()):
+        assert way() == 6
+        assert way.model is ours.model
+        assert len(way.steady_rates) == 1
+    assert ours.args.monitoring.print_freq == ours.run.print_freq == 10
+    assert parts["lines"].args.monitoring.print_freq == parts["lines"].run.print_freq == 10**9
+    names = [[type(metric).__name__ for metric in way.run.tally.metrics] for way in (ours, parts["metrics"])]
+    assert names == [["Loss", "Accuracy"], ["Loss"]]
+    assert isinstance(parts["loader"].loader, list)
+    assert not isinstance(ours.loader, list)
+
+
+def test_the_virtual_gpu_forecasts_less_for_a_line_that_waits(tmp_path):
+    stdout = tmp_path / "forecast.txt"
+    run_ranks(module_rank, 1, "bench.virtual_gpu", [], (), None, stdout, log_folder=tmp_path, timeout_s=300).check()
+    lines = stdout.read_text().splitlines()[1:]
+    steady = [float(line.rpartition(": ")[2].split(", ")[0]) for line in lines]
+    for at_once, later, pinned in (steady[:3], steady[3:6], steady[6:]):
+        assert 0.7 < at_once < later <= pinned <= 1
 
 
 def test_the_bare_step_makes_the_updates_of_the_loop():
@@ -120,6 +195,12 @@ def test_the_cpu_time_of_a_group_is_that_of_all_its_processes():
     assert expected > 0.6
 
 
+def without_tests(words, **how):
+    if "pytest" in words:
+        return subprocess.CompletedProcess("tests of a GPU", 5, "", "")
+    return run_forked(words, **how)
+
+
 def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder, monkeypatch, capsys):
     report_file, page = tmp_path / "report.json", tool.ROOT / "docs" / "performance.md"
     argv = ["--device", "cpu", "--model", PLAIN, "--crop", 32, "--batch-size", 2, "--steps", 20, "--json", report_file]
@@ -131,15 +212,12 @@ def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder,
             gpu_report.main()
         return json.loads(report_file.read_text())["rows"]
 
-    none_ran = subprocess.CompletedProcess("tests of a GPU", 5, "", "")
-    monkeypatch.setattr(
-        gpu_report.subprocess, "run", lambda words, **how: none_ran if "pytest" in words else run_forked(words, **how)
-    )
+    monkeypatch.setattr(gpu_report.subprocess, "run", without_tests)
     rows, run, output = report(), f"{PLAIN}, batch 2, bfloat16, NHWC", capsys.readouterr().out
     bits = "a run of two epochs, and one resumed after the first"
     assert rows.keys() == {run, "step, float32", bits, "`resnet50-fast16`, made-up images"}, output
-    assert rows[bits] == {"result": "the same bits"}
-    assert rows[run].keys() == {"images_per_s", "data_wait", "memory_gib", "first_step_s", "eval_images_per_s"}
+    assert rows[bits]["result"] == "the same bits"
+    assert rows[run].keys() == {"images_per_s", "data_wait", "memory_gib", "first_step_s", "eval_images_per_s", "date"}
     assert "tests of `-m gpu`: not measured" in output
     assert page.read_text() == before
     after = report("--data-path", image_folder, "--only", "JPEGs")  # which keep the others
@@ -147,9 +225,34 @@ def test_on_a_cpu_there_are_no_rows_of_gpus_and_no_table(tmp_path, image_folder,
     assert [name.split(", ")[2:4:2] for name in after if name not in rows] == [["JPEGs"]]
 
 
+def test_a_part_is_tried_on_a_cpu_and_a_second_call_makes_what_is_missing(tmp_path, image_folder, monkeypatch, capsys):
+    report_file = tmp_path / "report.json"
+    argv = ["--device", "cpu", "--model", PLAIN, "--crop", 32, "--batch-size", 2, "--steps", 4, "--json", report_file]
+    monkeypatch.setattr(gpu_report, "read_tests", lambda folder: {"result": "not run here"})
+    monkeypatch.setattr(gpu_report.subprocess, "run", without_tests)
+
+    def report(*more, code="0"):
+        monkeypatch.setattr("sys.argv", ["gpu_report", *map(str, [*argv, *more])])
+        with pytest.raises(SystemExit, match=f"^{code}$"):
+            gpu_report.main()
+        return json.loads(report_file.read_text())["rows"]
+
+    first = report("--part", 1)
+    assert list(first) == ["tests of `-m gpu`", "step, float32", "step, --workers 0"], capsys.readouterr().out
+    assert first["step, float32"]["ratios"].count("without") == 3
+    assert report("--part", 1, code="2") == first
+    assert capsys.readouterr().out.count("measured before") == 3
+    second = report("--part", 3, "--data-path", image_folder)
+    assert {name: second[name] for name in first} == first
+    trained = [found["result"] for name, found in second.items() if name not in first]
+    assert len(trained) == 2
+    for result in trained:
+        assert re.fullmatch(r"Acc@1 \d+\.\d\d of 7 images in \d+\.\d minutes", result)
+
+
 @pytest.mark.parametrize(("row", "limit_s", "words"), [
     (gpu_report.Row("a", ["-c \"raise SystemExit('train.py: error: no memory')\""], str), 60, "no memory"),
-    (gpu_report.Row("a", ["-c 'import time; time.sleep(60)'"], str), 0, "20 minutes are over"),
+    (gpu_report.Row("a", ["-c 'import time; time.sleep(60)'"], str), 0, "the minutes are over"),
     (gpu_report.Row("a", [], gpu_report.read_step), 60, "FileNotFoundError"),
 ])  # fmt: skip
 def test_what_fails_has_no_result_and_a_line_that_says_why(row, limit_s, words, tmp_path, capsys):
@@ -208,7 +311,7 @@ def test_a_rate_is_judged_by_one_process_the_cards_peak_and_a_published_one():
 
 def test_four_gpus_have_rows_of_one_two_and_four(tmp_path):
     options = Namespace(device="cuda", model=["resnet50", "vit_b_16"], batch_size=[8, 4], steps=50, crop=None)
-    options.data_path = None
+    options.data_path = options.part = None
     rows = list(gpu_report.build_rows(options, tmp_path, 4))
     runs = [row for row in rows if row.model]
     assert [(row.model, row.processes) for row in runs] == [

@@ -199,6 +199,31 @@ def test_attention_is_that_of_complex_numbers():
     assert attention(tokens, model.cos, model.sin)[0].detach().numpy() == pytest.approx(expected, abs=1e-4)
 
 
+def test_heads_are_rounded_before_and_after_the_norms_weight():
+    norm, heads = vit5.HeadNorm(64, eps=1e-6), torch.randn(50, 64).bfloat16()
+    nn.init.uniform_(norm.weight, 0.5, 2.0)
+    wide = heads.double()
+    normed = (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()).float().bfloat16()
+    expected = (normed.double() * norm.weight.double()).float().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(norm(heads), expected)
+        once = nn.functional.rms_norm(heads.float(), (64,), norm.weight, 1e-6).bfloat16()
+    assert not torch.equal(once, expected)
+
+
+def test_positions_of_weights_for_another_size_are_resized_by_row_and_column():
+    small, large = (vit5.ViT5(5, **SMALL | {"image_size": size}) for size in (128, 192))
+    with torch.no_grad():  # one channel is the row, one the column, in patches of 1 from the edge
+        small.pos_embed[0, :, 0] = torch.arange(8.0).repeat_interleave(8) + 0.5
+        small.pos_embed[0, :, 1] = torch.arange(8.0).repeat(8) + 0.5
+    large.load_state_dict(small.state_dict())
+    grid = large.pos_embed.detach()[0].unflatten(0, (12, 12))[3:-3, 3:-3]  # cubic but for the edges
+    places = (torch.arange(12.0)[3:-3] + 0.5) * 8 / 12
+    # torch's cubic, of a = -0.75, leaves a straight line by 0.046.
+    assert torch.allclose(grid[..., 0], places[:, None].expand(6, 6), atol=0.05)
+    assert torch.allclose(grid[..., 1], places.expand(6, 6), atol=0.05)
+
+
 def test_everything_is_trained_blocks_begin_as_nearly_nothing_and_the_class_token_is_scored():
     model, tokens = vit5.ViT5(5, **SMALL), torch.randn(2, 21, 16)
     assert torch.allclose(model.norm(1000 * tokens), model.norm(tokens), rtol=1e-4, atol=1e-5)
@@ -229,3 +254,24 @@ def test_the_recipes_options_reach_it(image_folder, tmp_path):
     argv += ["--data-path", image_folder, "--output-dir", tmp_path / "out"]
     refused(run_train(tmp_path, *argv), "--recipe vit5-s names no model; give --model examples/vit5.py:vit5_s")
     assert "stopped after step 2" in run_train(tmp_path, *argv, f"--model={tmp_path}/few.py:few").check().output
+
+
+def test_the_second_stage_follows_the_first_by_its_average(tmp_path):
+    """As `command` of the two recipes has it, on made-up images, with fewer weights and larger images at the end."""
+    (tmp_path / "few.py").write_text(
+        "from examples import vit5\n\n\ndef few(num_classes, image_size=64):\n"
+        "    sizes = {'dim': 16, 'depth': 2, 'num_heads': 2, 'drop_path': 0.05, 'in_chans': 3}\n"
+        "    return vit5.ViT5(num_classes, **sizes, image_size=image_size)\n"
+    )
+    common = "--synthetic 24 --device cpu --workers 0 --batch-size 8 --global-batch-size 8 --stop-epoch 1".split()
+    common += [f"--model={tmp_path}/few.py:few"]
+    for name, size, more in (
+        ("vit5-s-nvidia", 32, ["--model-kwargs", "image_size=32"]),
+        ("vit5-s-nvidia-finetune", 64, ["--weights", tmp_path / "vit5-s-nvidia" / "checkpoint.pth", "--ema"]),
+    ):
+        sizes = [f"--{kind}-size={size}" for kind in ("train-crop", "val-resize", "val-crop")]
+        argv = ["--recipe", name, *common, *sizes, *more, "--output-dir", tmp_path / name]
+        output = run_train(tmp_path, *argv).check().output
+        assert "stopped after step 3" in output
+    assert "checkpoint.pth: the average of " in output
+    assert "resized pos_embed from (1, 4, 16) to (1, 16, 16)" in output

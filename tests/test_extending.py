@@ -1,4 +1,4 @@
-"""docs/extending.md: each example is run, own code has the bits of the library's own, and two runs share a process."""
+"""docs/extending.md: examples/ is run, own code has the bits of the library's own, and two runs share a process."""
 
 import builtins
 import gc
@@ -25,6 +25,7 @@ from torchvision import transforms
 import train
 from checkpointing.archive import load_checkpoint
 from errors import PreemptedError, UserError
+from examples.grad_cam import heat_map
 from settings import config
 from settings.choices import TABLES
 from settings.options import BY_NAME
@@ -36,7 +37,7 @@ from tests.started import SMALL_PLAIN, refused, run_train
 from tests.test_resume import check_same_weights
 from tests.tiny import Tiny
 
-PAGE = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), flags=re.S)
+PARTS = (REPOSITORY / "examples" / "parts.py").read_text()
 SAME = """
 import os
 import random
@@ -143,12 +144,11 @@ def mine(tmp_path):
     return tmp_path / "mine.py"
 
 
-def test_every_example_of_the_page_trains_is_killed_and_resumes(started, tmp_path):
-    assert len(PAGE) == 10
+def test_every_part_of_the_examples_trains_is_killed_and_resumes(started, tmp_path):
     mine = tmp_path / "mine.py"
-    mine.write_text("\n".join(PAGE) + "\nopen(__file__ + '.ran', 'a').write('x')\n")
-    names = {"model": "net", "opt": "signs", "criterion": "focal", "auto_augment": "quarters",
-             "lr_scheduler": "sawtooth", "metrics": "surest", "logger": "Lines", "data_path": "stripes"}  # fmt: skip
+    mine.write_text(PARTS + "\nopen(__file__ + '.ran', 'a').write('x')\n")
+    names = {"model": "net", "opt": "Signs", "criterion": "focal", "auto_augment": "quarters",
+             "lr_scheduler": "sawtooth", "metrics": "Surest", "logger": "Lines", "data_path": "Stripes"}  # fmt: skip
     own = [word for name, function in names.items() for word in (BY_NAME[name].flag, f"{mine}:{function}")]
     own += "--lr 0.01 --best-metric surest --epochs 3 --batch-size 4 --global-batch-size 8".split()
     started.go_on(tmp_path, tmp_path / "whole", *own).check()
@@ -347,16 +347,15 @@ def test_modules_of_own_files_are_known_by_their_content_and_have_one_name_each(
     refused(started.go_on(tmp_path, tmp_path / "out", *own, *resumed), *words)
 
 
-def test_the_heat_map_of_the_page_is_the_sum_of_features_by_the_classifiers_weights(tmp_path):
+def test_the_heat_map_is_the_sum_of_features_by_the_classifiers_weights(tmp_path):
     """Behind a mean over all places Grad-CAM is CAM (arXiv 1512.04150): features times the weights of the class."""
-    exec(PAGE[-1], page := {})
     torch.manual_seed(3)
     model = torchvision.models.resnet18(num_classes=5).eval()
     options = {"val_resize_size": 64, "val_crop_size": 64, "interpolation": "bilinear", "model": "resnet18"}
     options |= {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
     torch.save({"model": model.state_dict(), "args": options}, tmp_path / "x.pth")
     picture(90, 70).save(tmp_path / "x.png")
-    heat = page["heat_map"](str(tmp_path / "x.pth"), tmp_path / "x.png", "layer4")
+    heat = heat_map(str(tmp_path / "x.pth"), tmp_path / "x.png", "layer4")
     image = transforms.Compose([transforms.Resize(64), transforms.CenterCrop(64), transforms.ToTensor()])
     image = (image(Image.open(tmp_path / "x.png"))[None] - 0.5) / 0.25
     features = torch.nn.Sequential(*list(model.children())[:-2])(image).detach()
@@ -403,7 +402,7 @@ def term(): return stopped(signal.SIGTERM)
 def interrupted(): return stopped(signal.SIGINT)
 def interrupted_twice(): return stopped(signal.SIGINT, signal.SIGINT)
 '''
-MINE = "\n".join(PAGE) + MORE
+MINE = PARTS + MORE
 OPTIONS = "--batch-size 4 --epochs 2 --print-freq 1 --lr 0.05 --lr-scheduler steplr --lr-step-size 9 --overwrite"
 
 
@@ -425,14 +424,14 @@ def weights(seed, more=""):
 
 # What changes of all code of one's own: by option, the function, the words before and after.
 OWN_CODE = {
-    "model": ("net", "width=16", "width=8"),
-    "opt": ("signs", "p.grad.sign()", "p.grad.cos()"),
+    "model": ("net", "width: int = 16", "width=8"),
+    "opt": ("Signs", "p.grad.sign()", "p.grad.cos()"),
     "criterion": ("focal", "** 2 * each", "** 3 * each"),
     "auto-augment": ("quarters", "90 * random", "45 * random"),
     "lr-scheduler": ("sawtooth", "% 10 / 10", "% 10 / 5"),
-    "metrics": ("surest", "share > 0.9", "share > 0.4"),
+    "metrics": ("Surest", "share > 0.9", "share > 0.4"),
     "logger": ("Lines", 'record.get("loss")', '"again"'),
-    "data-path": ("stripes", "return number % 2", "return 1 - number % 2"),
+    "data-path": ("Stripes", "return number % 2", "return 1 - number % 2"),
 }
 CHANGED = MINE
 for _, before, after in OWN_CODE.values():

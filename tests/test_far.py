@@ -12,6 +12,7 @@ import torch
 import metrics
 import run
 import train
+from bench import benchmark
 from checkpointing import archive
 from monitoring.monitor import read_records
 from tests import far
@@ -157,6 +158,28 @@ def test_a_line_waits_for_nothing_and_is_printed_a_step_later_as_it_was(runs, tm
     steps = [waits for _, waits in json.loads((tmp_path / "waits.json").read_text())]
     assert [len(shown(waits)) for waits in steps] == [0, 1, 0, 1, 0, 1, 0]
     assert [len(blocking(waits)) for waits in steps[1:]] == [0] * 5 + [1]
+
+
+def time_two_turns(report):
+    far.register()
+    argv = "--device far --model timm/test_resnet --train-crop-size 32 --batch-size 2 --workers 0".split()
+    loop = benchmark.OurLoop(benchmark.training_args(argv), 12)
+    loop()
+    far.device.waits.clear()
+    loop()
+    report.write_text(json.dumps([far.device.waits, loop.steady_rates, loop.starts_s]))
+
+
+def test_a_turn_of_the_benchmark_waits_for_its_end_and_for_steps_that_have_one_behind_them(tmp_path):
+    report = tmp_path / "turns.json"
+    run_ranks(time_two_turns, 1, report, log_folder=tmp_path).check()
+    (*waits, last), rates, starts_s = json.loads(report.read_text())
+    assert last.startswith("synchronize at benchmark.py")
+    behind = [int(re.match(r"Event.synchronize \((\d+) operations behind", wait)[1]) for wait in waits]
+    assert len(behind) == 3  # of the lines of the steps 0 and 10, and of the turn before
+    assert min(behind) > 100  # operations of a step
+    assert all(0 < rate < 1e6 for rate in rates)
+    assert len(starts_s) == 2
 
 
 def all_records(runs, name):

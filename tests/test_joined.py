@@ -1,7 +1,6 @@
 """Processes that another has started or joined: a group made by hand, or by Ray Train, and two kinds of mpirun."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -117,9 +116,8 @@ def test_a_signal_stops_a_joined_run_and_the_next_call_resumes_it(runs, tmp_path
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray[train] is not installed")
-def test_the_page_trains_with_ray_and_after_a_killed_worker(runs, tmp_path):
-    section = (REPOSITORY / "docs" / "launching.md").read_text().partition("\n## Ray\n")[2]
-    (tmp_path / "ray_train.py").write_text(re.search(r"```python\n(.*?)```", section, flags=re.S)[1])
+def test_the_example_trains_with_ray_and_after_a_killed_worker(runs, tmp_path):
+    shutil.copy(REPOSITORY / "examples" / "ray_train.py", tmp_path)
     ray = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
     start_ray = partial(start, tmp_path, sys.executable, "ray_train.py", **ray)
     done = start_ray(*runs.argv("ray", FLAG))

@@ -425,7 +425,7 @@ def test_exit_code_2_ends_the_job_and_any_other_starts_all_pods_again():
     assert JOB["spec"]["podFailurePolicy"] == {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
     assert JOB["spec"]["backoffLimit"] == 0
     rule = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    assert JOB_SET["failurePolicy"] == {"maxRestarts": 10, "rules": [rule]}
+    assert JOB_SET["failurePolicy"] == {"maxRestarts": 1000, "rules": [rule]}
     # A PyTorchJob has no such rule; OnFailure restarts a container whatever its code, ExitCode only above 127.
     assert (WORKER["restartPolicy"], OBJECTS["PyTorchJob"]["spec"]["runPolicy"]) == ("OnFailure", {"backoffLimit": 10})
 

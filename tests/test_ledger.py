@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from contextlib import nullcontext
+from html import unescape
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -30,7 +31,8 @@ from tests.started import SMALL_ANYWHERE, run_train
 @pytest.fixture
 def root(tmp_path):
     (tmp_path / "repository" / "records").mkdir(parents=True)
-    (tmp_path / "repository" / "README.md").write_text(f"before\n{ledger.BEGIN}old\n{ledger.END}after\n")
+    for page in ("README.md", "records/README.md"):
+        (tmp_path / "repository" / page).write_text(f"before\n{ledger.BEGIN}old\n{ledger.END}after\n")
     return tmp_path / "repository"
 
 
@@ -76,11 +78,36 @@ def test_a_row_holds_the_mean_and_the_range_of_its_seeds_and_the_newest_is_first
     ledger.write_tables(root)
     text = (root / "README.md").read_text()
     rows = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| digits")]
-    assert rows == [["| digits, 2 days", "10.00"], ["| digits, 1 days", "60.00 (50.00 to 70.00, 3 seeds)"]]
+    assert rows == [
+        ["| digits, 2 days", "10.00 (n=7)"], ["| digits, 1 days", "60.00 (50.00 to 70.00, 3 seeds, n=7)"],
+    ]  # fmt: skip
     assert text.startswith(f"before\n{ledger.BEGIN}| run")
     assert text.endswith(f"{ledger.END}after\n")
     links = re.findall(r"\]\((.*?)\)", (root / "records" / "README.md").read_text())
     assert [(root / "records" / link).is_file() for link in links] == 4 * [True]
+
+
+@pytest.mark.parametrize(("values", "least"), [
+    ((50.0, 60.0, 70.0), 60 - 6.964557 * 10 / 3**0.5), ((5.0, 7.0, 5.0, 7.0), 6 - 4.540703 * (4 / 3) ** 0.5 / 2),
+])  # fmt: skip
+def test_a_claim_to_send_is_a_folder_with_a_page_of_its_lever_and_its_bound(finished, root, values, least, capsys):
+    """Quantiles of Student's t at 0.99, of two and three degrees of freedom, from a printed table."""
+    sent = root / "sent"
+    for seed, acc1 in enumerate(values):
+        add(finished, root, seed, acc1)  # into the run's own files
+        ledger.add_record(finished, "digits, sent", sent, "a lever")
+        if seed < 2:
+            with pytest.raises(UserError, match=r"digits, sent: .* a claim needs 3 seeds at least"):
+                ledger.write_claim(sent)
+    (shown,) = ledger.write_claim(sent).splitlines()
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    count = len(values)
+    assert shown.startswith(f"digits, sent: mean {mean:.2f}, deviation {deviation:.2f}, {count} seeds: above ")
+    assert float(re.search(r"above ([\d.]+) with p < 0.01$", shown)[1]) == pytest.approx(least, abs=0.006)
+    page = (sent / "README.md").read_text()
+    assert f"| digits, sent | {mean:.2f} ({min(values):.2f} to {max(values):.2f}, {count} seeds, n=7) | a lever | " in page
+    assert page.endswith(f"\n{shown}\n")
+    assert len([*sent.glob("digits-sent-seed*/record.json")]) == count
 
 
 def test_runs_of_one_claim_differ_in_the_seed_alone(finished, root):
@@ -88,7 +115,7 @@ def test_runs_of_one_claim_differ_in_the_seed_alone(finished, root):
     edit(finished, "recipe.toml", "lr = 0.05", "lr = 0.06")
     with pytest.raises(UserError, match="seed0 and digits-1-days-seed1 differ in more than the seed"):
         add(finished, root, 1, 60.0)
-    assert [path.name for path in (root / "records").iterdir()] == ["digits-1-days-seed0"]
+    assert [path.parent.name for path in (root / "records").glob("*/record.json")] == ["digits-1-days-seed0"]
 
 
 def test_each_kind_of_processor_is_a_row_and_each_claim_a_folder(finished, root):
@@ -101,7 +128,7 @@ def test_each_kind_of_processor_is_a_row_and_each_claim_a_folder(finished, root)
     ledger.write_tables(root)
     lines = (root / "records" / "README.md").read_text().splitlines()
     rows = sorted([*line.split(" | ")[1:2], "AVX1" in line] for line in lines if line.startswith("| digits"))
-    assert rows == [["50.00", False], ["70.00", True], ["mAP 70.00", True]]
+    assert rows == [["50.00 (n=7)", False], ["70.00 (n=7)", True], ["mAP 70.00 (n=7)", True]]
 
 
 @pytest.mark.parametrize("change", [
@@ -114,7 +141,7 @@ def test_what_is_no_finished_run_of_a_commit_is_no_record(finished, root, change
     change(finished)
     with pytest.raises(UserError):
         ledger.add_record(finished, "digits", root / "records")
-    assert not list((root / "records").iterdir())
+    assert not list((root / "records").glob("*/*"))
 
 
 def write_log(path, command, *results):
@@ -141,9 +168,9 @@ def test_logs_of_evaluations_and_of_other_scripts_are_rows_of_the_page_alone(roo
         theirs = [f"Test:  Acc@1 {acc1} Acc@5 99.0", f"Training time 1:0{seed}:00"]
         ledger.add_record(write_log(tmp_path / f"{seed}.log", command, *theirs), "theirs", root / "records")
     ledger.write_tables(root)
-    rows = [line.split(" | ")[:3] for line in (root / "records" / "README.md").read_text().splitlines()]
-    assert ["| Lite", "90.50", ""] in rows
-    assert ["| theirs", "51.00 (50.00 to 52.00, 2 seeds)", "1h00m"] in rows
+    rows = [line.split(" | ")[:4] for line in (root / "records" / "README.md").read_text().splitlines()]
+    assert ["| Lite", "90.50 (n=400)", "", ""] in rows
+    assert ["| theirs", "51.00 (50.00 to 52.00, 2 seeds)", "", "1h00m"] in rows
     assert "Lite" not in (root / "README.md").read_text()
     other = write_log(tmp_path / "b.log", "python -c 'torch.manual_seed(2)' --lr 0.2", "Test:  Acc@1 9.0 Acc@5 9.0")
     with pytest.raises(UserError, match="differ in more than the seed"):
@@ -161,7 +188,7 @@ def test_a_log_or_a_claim_that_no_row_can_show_leaves_no_record(root, tmp_path, 
     (tmp_path / "a.log").write_text("$ a\nTest: Acc@1 5.0" if text.startswith("claim") else text)
     with pytest.raises(UserError, match=re.escape(words)):
         ledger.add_record(tmp_path / "a.log", text, root / "records")
-    assert not list((root / "records").iterdir())
+    assert not list((root / "records").glob("*/*"))
 
 
 @pytest.mark.parametrize("change", [
@@ -307,7 +334,7 @@ class Cells(HTMLParser):
 
     def handle_data(self, text):
         if self.rows and self.rows[-1] and self.get_starttag_text()[1:3] in ("td", "th"):
-            self.rows[-1][-1] += text
+            self.rows[-1][-1] += text.replace("\xa0", " ")
 
 
 def write_run(folder, seed=0, lr=0.1, factor=1.0, fold=0, weights=""):
@@ -316,12 +343,13 @@ def write_run(folder, seed=0, lr=0.1, factor=1.0, fold=0, weights=""):
     records = [{"kind": "train", "step": step, "loss": loss, "lr": lr} for step, loss in values]
     records += [{"kind": "epoch", "step": step, "loss": loss} for step, loss in [(10, 30.0), (20, 7.0)]]
     for step, kind in itertools.product((10, 20), ("val", "val_ema")):
-        records += [{"kind": kind, "step": step, "loss": 2.0, "acc1": step * factor}]
+        records += [{"kind": kind, "step": step, "loss": 2.0, "acc1": step * factor, "n": 50}]
     for record in records:
         record |= {"epoch": (record["step"] - 1) // 10, "hours": record["step"] / 8, "time": 1.0}
     records.sort(key=lambda record: record["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "recipe.toml").write_text(f'title = "t"\n[optimization]\nlr = {lr}\nseed = {seed}\n')
+    (folder / "status.json").write_text('{"state": "finished"}')
     if weights:
         with open(folder / "recipe.toml", "a") as file:
             file.write(f'minival = 0.2\nminival-fold = {fold}\n[model]\nweights = "{weights}"\n')
@@ -350,15 +378,15 @@ def test_page_has_the_epochs_the_pictures_and_the_files(tmp_path):
         ("[0]", "10", "1h15m", "10", "30"), ("[1]", "20", "1h15m", "20", "7"),
     ]  # fmt: skip
     assert [row for row in page.rows if row][:2] == [
-        ["Acc@1, validation, best", "20.000 %, after step 20 (2 epochs)"],
-        ["Acc@1, validation, last", "20.000 %, after step 20"],
+        ["Acc@1, validation, last", "20.0 % (10 of 50; 95 %: 11 to 33), after step 20"],
+        ["Acc@1, validation, best", "20.0 % (10 of 50; 95 %: 11 to 33), after step 20 (2 epochs), chosen on this set"],
     ]  # fmt: skip
     for row in (["state", "finished"], ["environment.torch", "9.9"]):
         assert row in page.rows
     pictures = {attrs["alt"] for tag, attrs in page.tags if tag == "img" and "curves" not in attrs["alt"]}
     assert pictures == {"picture-counts-00000010.json", "picture-mistakes-00000010.png", "picture.png"}
     place = page.rows.index(["file", "class", "predicted", "confidence"])
-    assert page.rows[place + 1] == ["cat/a<b.jpg", "cat", "dog", "87.5%"]
+    assert page.rows[place + 1] == ["a<b.jpg", "cat", "dog", "87.5%"]
     assert "validation, after step 10: best.pth" in path.read_text()
     loaded = [attrs[name] for _, attrs in page.tags for name in ("src", "href") if name in attrs]
     assert all(address.startswith(("data:image/png;base64,", "data:image/svg+xml;base64,")) for address in loaded)
@@ -370,7 +398,7 @@ def test_the_result_is_by_the_metric_that_chose_the_best(tmp_path):
     records = (run / "metrics.jsonl").read_text().replace('"val"', '"minival"')
     for name, shown in (
         ("map", "mean average precision, minival, best"),
-        ("brier", "brier, which chooses best.pth, minival, last"),
+        ("brier", "brier, minival, last"),
     ):
         (run / "metrics.jsonl").write_text(records.replace('"acc1"', f'"map": 3.0, "{name}"'))
         (run / "recipe.toml").write_text(f'title = "t"\n[optimization]\nbest-metric = "{name}"\n')
@@ -411,16 +439,66 @@ def test_seeds_are_one_band_and_differing_options_are_named(tmp_path):
     mean, deviation = statistics.fmean(factors) * 20, statistics.stdev(factors) * 20
     assert accuracies.lines[0].get_xydata()[1] == pytest.approx([2, mean])
     assert accuracies.collections[0].get_paths()[0].vertices[:, 1].max() == pytest.approx(mean + deviation)
-    ranked = Cells(report.rank_runs(runs)).rows
-    assert ranked[0] == ["run", "best Acc@1", "of", "epoch", "time", "lr", "seed"]
-    assert [row[1:] for row in ranked[1:]] == [  # the best first
-        ["80", "val", "2", "2h30m", "0.1", "2"], ["40", "val", "2", "2h30m", "0.1", "1"],
-        ["20", "val", "2", "2h30m", "0.1", "0"], ["20", "val", "2", "2h30m", "0.2", "0"],
+    ranked = Cells(report.rank_runs(runs, "acc1")).rows
+    title = "best Acc@1, chosen on this set"
+    assert ranked[0] == ["run", "last Acc@1", "state", "of", title, "its epoch", "time", "lr", "seed"]
+    assert [[row[0], row[1].partition(" (")[0], *row[2:]] for row in ranked[1:]] == [  # the best first
+        ["s2", "80.0 %", "finished", "val_ema", "80", "2", "2h30m", "0.1", "2"],
+        ["s1", "40.0 %", "finished", "val_ema", "40", "2", "2h30m", "0.1", "1"],
+        ["s0", "20.0 %", "finished", "val_ema", "20", "2", "2h30m", "0.1", "0"],
+        ["other", "20.0 %", "finished", "val_ema", "20", "2", "2h30m", "0.2", "0"],
     ]  # fmt: skip
-    page = Cells("".join([report.describe_settings(groups), *report.compare_runs(groups).values()]))
-    assert page.rows[1][1:3] == ["3", f"{mean:.3f} \u00b1 {deviation:.3f}"]
-    assert page.rows[2][2] == "20.000"  # one run has no deviation; the best setting comes first
-    assert next(row[2:] for row in page.rows if row[1:2] == ["val acc1"]) == ["3", f"{mean:.5g}", f"{deviation:.2g}"]
+    three = f"{mean:.5g} \u00b1 {deviation:.2g} (n=50)"
+    one = ["20.0 % (10 of 50; 95 %: 11 to 33)", 1, "val_ema"]
+    assert [row[1:] for row in report.rank(groups, "acc1")] == [[three, 3, "val_ema"], one]
+    assert ["val acc1", three, "3"] in [row[1:] for row in Cells(report.compare_runs(groups)).rows]
+
+
+def test_an_unfinished_run_is_marked_and_runs_are_ranked_by_their_last_evaluation(tmp_path):
+    steady, fell = write_run(tmp_path / "steady"), write_run(tmp_path / "fell", lr=0.2)
+    text = (fell / "metrics.jsonl").read_text().replace('"acc1": 10.0', '"acc1": 60.0')  # the best epoch is the first
+    (fell / "metrics.jsonl").write_text(text.replace('"acc1": 20.0', '"acc1": 4.0'))
+    (fell / "status.json").write_text('{"state": "preempted"}')
+    with open(fell / "recipe.toml", "a") as file:
+        file.write("epochs = 8\n")
+    rows = Cells(report.write_report([fell, steady], tmp_path / "page.html").read_text()).rows
+    assert [row[:2] for row in rows[:3]] == [
+        ["setting", "last Acc@1, mean \u00b1 standard deviation"], ["steady", "20.0 % (10 of 50; 95 %: 11 to 33)"],
+        ["fell [1 unfinished]", "4.0 % (2 of 50; 95 %: 1 to 13)"],
+    ]  # fmt: skip
+    assert [row[::2][:3] for row in rows[4:6]] == [
+        ["steady", "finished", "20"], ["fell", "unfinished: preempted, 2 of 8 epochs", "60"],
+    ]  # fmt: skip
+
+
+def test_training_is_drawn_from_the_epochs_where_it_has_fewer_records_than_these(tmp_path):
+    run = report.LoggedRun(write_run(tmp_path / "run"))
+    assert list(report.draw_curves({"run": [run]})["loss"].axes[0].lines[0].get_ydata()) == [100, 10, 100 / 11, 5]
+    run.records = [each for each in run.records if each["kind"] != "train" or each["step"] == 20]
+    line = report.draw_curves({"run": [run]})["loss"].axes[0].lines[0]
+    assert line.get_xydata().tolist() == [[1, 30], [2, 7]]
+
+
+def test_the_block_to_paste_names_what_a_run_depends_on_and_a_seed_for_each_command(tmp_path):
+    runs = [write_run(tmp_path / f"a_{seed}", seed, factor=1 + seed) for seed in range(2)]
+    environment = {"torch": "2.9", "revision": "ab12", "threads": 2, "world_size": 2}
+    for run, words in zip(runs, ([], ["--seed", "1"]), strict=True):
+        about = {"command": ["train.py", "--lr", "a b", *words], "processor": "a\nCPU", "environment": environment}
+        (run / "run.json").write_text(json.dumps(about | {"hashes": {"data": run.name}}))
+    page = report.write_report(runs, tmp_path / "page.html").read_text()
+    row, block = map(unescape, re.findall("<pre>(.*?)</pre>", page.partition("<h2>Reproduce</h2>")[2], re.DOTALL))
+    facts = "processor a CPU, torch 2.9, revision ab12, threads 2, world_size 2, hashes.data"
+    assert [*block.splitlines(), ""] == [
+        line for seed in (0, 1) for line in (
+            f"# a_{seed}: {facts} a_{seed}",
+            f"OMP_NUM_THREADS=2 torchrun --nproc_per_node=2 train.py --lr 'a b' --seed {seed}", "",
+        )
+    ]  # fmt: skip
+    (tmp_path / "b").mkdir()
+    runs = [runs[0], write_run(tmp_path / "b" / "a_0")]
+    rows = Cells(report.write_report(runs, tmp_path / "page.html").read_text()).rows
+    assert {row[0] for row in rows} >= {"a_0", "b/a_0"}  # of one name, in two folders
+    assert row == "a (2 runs) & 30 \u00b1 14 (n=50) & 2 & val\\_ema \\\\"
 
 
 def test_folds_are_one_band_whose_weights_are_of_their_own_folds(tmp_path):
@@ -455,8 +533,9 @@ def test_runs_are_ranked_on_the_set_that_chooses_the_best_by_one_metric(tmp_path
     with open(runs[1] / "metrics.jsonl", "a") as file:
         file.write('{"kind": "easy", "step": 20, "epoch": 1, "acc1": 99.0, "loss": 0.1, "time": 1}')
     (runs[1] / "recipe.toml").write_text('[optimization]\nbest-metric = "loss"\n')
-    rows = Cells(report.rank_runs([report.LoggedRun(run) for run in runs])).rows[1:]
-    assert [row[:3] for row in rows] == [[str(runs[0]), "50", "val"], [str(runs[1]), "20", "val"]]
+    rows = Cells(report.rank_runs([report.LoggedRun(run) for run in runs], "acc1")).rows[1:]
+    found = [[row[0], row[1].partition(" (")[0], row[3]] for row in rows]
+    assert found == [["good", "50.0 %", "val_ema"], ["bad", "20.0 %", "val_ema"]]
 
 
 def test_damaged_lines_odd_files_and_what_cannot_be_drawn_are_passed_over_or_cut(tmp_path):
@@ -469,6 +548,7 @@ def test_damaged_lines_odd_files_and_what_cannot_be_drawn_are_passed_over_or_cut
     lines[1:1] = [b"\xff\x00", b"[]", b'{"kind": "val"}', b'{"kind":"train","step":5,"epoch":0,"loss":NaN,"time":1}']
     (run / "metrics.jsonl").write_bytes(b"\n".join(lines) + b'\n{"kind": "tr')
     (run / "recipe.toml").write_bytes(b"\xff = [")
+    (run / "status.json").unlink()
     os.mkfifo(run / "status.json")
     (tmp_path / "secret").write_text("==== secret")
     (run / "picture.png").symlink_to(tmp_path / "secret")

@@ -39,7 +39,7 @@ from models.build import build_model
 from models.class_weights import class_weights
 from models.losses import build_criterion
 from scripts import evaluate
-from scripts.scores import bootstrap_interval, calibration_error
+from scripts.scores import calibration_error, share_text, wilson_interval
 from scripts.trained import open_trained
 from settings import config
 from settings.options import OptimizationOptions
@@ -637,16 +637,20 @@ def test_the_page_and_the_confusion_are_those_of_the_scores(of_three, images, tm
     assert read_csv(tmp_path / "counts.csv") == rows
     with Image.open(tmp_path / "counts.png") as picture:
         assert min(picture.size) >= 600
-    page = (tmp_path / "page.html").read_text()
-    assert "Acc@1    95% of Acc@1" in page  # and no Acc@5, which is 100
+    page = (tmp_path / "page.html").read_text().replace("&nbsp;", " ")
+    measures = re.findall("<tr><td>([^<]+)", page)[: -len(COUNTS)]
+    assert measures == ["images", "classes", "Acc@1", "95% of Acc@1", "NLL", "ECE"]  # no Acc@5, which is 100
     wrong = [n for n in range(len(targets)) if predicted[n] != targets[n]]
     wrong.sort(key=lambda n: -confidence[n])
-    lines = [f"{source.path(n)}<br>{confidence[n]:.1%} class{predicted[n]}<br>is class{targets[n]}" for n in wrong]
+    files = [Path(source.path(n)).name for n in wrong]
+    pairs = zip(files, wrong, strict=True)
+    lines = [f"{file}<br>{confidence[n]:.1%} class{predicted[n]}<br>is class{targets[n]}" for file, n in pairs]
     assert re.findall(r"<figcaption>(.*?)</figcaption>", page) == lines
-    accuracies = [(f"class{label}", str(n), f"{100 * whole[label, label] / n:.5g}") for label, n in enumerate(COUNTS)]
-    found = re.findall(r"<tr><td>(class\d)<td>(\d+)<td>([\d.]+)<td>[^<]*", page)
+    accuracies = [(f"class{label}", str(whole[label, label]), str(n)) for label, n in enumerate(COUNTS)]
+    found = re.findall(r"<tr><td>(class\d)<td>[\d.]+ % \((\d+) of (\d+); 95 %: [\d.]+ to [\d.]+\)<td>[^<]*", page)
     assert sorted(found) == accuracies
-    assert [float(acc1) for *_, acc1 in found] == sorted(float(acc1) for *_, acc1 in found)  # the worst first
+    shares = [int(hits) / int(n) for _, hits, n in found]
+    assert shares == sorted(shares)  # the worst first
     assert len(page) < 2e6
 
 
@@ -666,13 +670,23 @@ def test_results_are_the_same_on_any_number_of_processes_and_after_a_kill(checkp
     assert len(whole[0][files[0]].splitlines()) == 1 + 34 + 12
 
 
-def test_the_interval_is_that_of_a_plain_bootstrap():
-    hits = numpy.arange(60) < 41
-    generator = numpy.random.default_rng(7)
-    shares = sorted(hits[generator.integers(0, 60, 60)].mean() for _ in range(4000))
-    # Resamples have shares a sixtieth apart; the percentiles of another drawing may be one of them off.
-    assert bootstrap_interval(41, 60) == bootstrap_interval(41, 60)
-    assert bootstrap_interval(41, 60) == pytest.approx([shares[100], shares[3900]], abs=1 / 60 + 1e-9)
+# The last is method 3 in table I of Newcombe, Statistics in Medicine 17 (1998), 857-872.
+@pytest.mark.parametrize(("hits", "n", "published"), [
+    (81, 263, (25.53, 36.62)), (15, 148, (6.24, 16.05)), (0, 20, (0, 16.11)), (1, 29, (0.61, 17.18)),
+    (42, 42, (91.6, 100)), (1, 1, None), (38_065, 50_000, None),
+])  # fmt: skip
+def test_the_interval_is_wilsons(hits, n, published):
+    found = wilson_interval(hits, n)
+    whole = pytest.importorskip("scipy.stats").binomtest(hits, n).proportion_ci(0.95, "wilson")
+    assert found == pytest.approx([100 * whole.low, 100 * whole.high], abs=1e-4)
+    assert 0 <= found[0] < found[1] <= 100
+    assert published is None or found == pytest.approx(published, abs=0.06 if n == 42 else 0.006)
+
+
+def test_a_share_is_told_with_its_numbers_and_the_digits_that_its_interval_leaves():
+    assert share_text(37, 42) == "88.1 % (37 of 42; 95 %: 75 to 95)"
+    assert share_text(42, 42) == "100.00 % (42 of 42; 95 %: 91.6 to 100.0)"
+    assert share_text(38_065, 50_000) == "76.130 % (38,065 of 50,000; 95 %: 75.75 to 76.50)"
 
 
 def test_a_bin_of_the_calibration_error_holds_its_upper_edge():

@@ -24,6 +24,7 @@ from checkpointing.preprocessing import choose_preprocessing
 from checkpointing.weights import BARE, Weights
 from errors import UserError
 from models.build import check_model
+from scripts.scores import share_text
 from scripts.trained import open_trained
 from settings import config
 from settings.options import BY_NAME
@@ -366,11 +367,10 @@ def test_onnx_and_programs_take_any_number_of_images_and_need_no_other_file(expo
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_the_page_shows_how_to_use_it_without_this_project(exported, tmp_path):
+def test_an_example_uses_it_without_this_project(exported, tmp_path):
     checkpoint, out, *_, files = exported
-    (block,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "tools.md").read_text(), flags=re.S)
-    code = block.replace("published/resnet50.onnx", f"{out / MODEL}.onnx").replace("photos/1.jpg", files[0])
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    command = [sys.executable, REPOSITORY / "examples" / "onnx_alone.py", f"{out / MODEL}.onnx", files[0]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     name, share = done.stdout.rsplit(maxsplit=1)
     expected, best = plain_probabilities(plain_model(checkpoint), files[0]).max(0)
     assert name == CLASSES[best]
@@ -451,7 +451,7 @@ def test_published_weights_are_opened_by_name(tmp_path):
     assert prediction["probability"] == pytest.approx(expected.max().item(), abs=TOLERANCE)
 
 
-def test_a_list_is_read_and_the_page_begins_with_the_least_sure(exported, tmp_path):
+def test_a_list_is_read_and_the_page_begins_with_the_surest_mistake(exported, tmp_path):
     checkpoint, *_, files = exported
     content = torch.load(checkpoint, weights_only=True)
     content["data"]["classes"] = ["class0", "class1", "<c>", "d"]
@@ -465,15 +465,18 @@ def test_a_list_is_read_and_the_page_begins_with_the_least_sure(exported, tmp_pa
     assert [each["file"] for each in predictions] == [files[1], *[str(tmp_path / "1.jpg")] * 2, *files[2:]]
     truths = ["d", None, "<c>", *(Path(file).parent.name for file in files[2:])]
     pairs = sorted(zip(predictions, truths, strict=True), key=lambda pair: pair[0]["probability"])
-    lines = []
+    groups = {"wrong": [], "": [], "right": []}
     for each, truth in pairs:
-        shares = [f"{top['probability']:.1%} {top['class']}" for top in each["top"]]
-        lines.append([each["file"], *shares, f"is {truth}" if truth else ""])
-    page = (tmp_path / "page.html").read_text()
-    found = [part.split("<br>") for part in re.findall("<figcaption>(.*?)</figcaption>", page)]
-    assert json.dumps(found) == json.dumps(lines).replace("<c>", "&lt;c&gt;")
-    num_right = sum(each["class"] == truth for each, truth in pairs)
-    assert f"<td>images of a known class<td>{len(pairs) - 1}<tr><td>right<td>{num_right}<" in page
+        mark = "" if truth is None else "right" if each["class"] == truth else "wrong"
+        lines = [Path(each["file"]).name, *(f"{top['probability']:.1%} {top['class']}" for top in each["top"])]
+        groups[mark].append([mark, *lines, *([f"{mark}: is {truth}"] if truth else [])])
+    groups["wrong"].reverse()
+    page = (tmp_path / "page.html").read_text().replace("&nbsp;", " ")
+    found = re.findall('<figure class="(.*?)">.*?<figcaption>(.*?)</figcaption>', page)
+    expected = json.dumps([line for group in groups.values() for line in group]).replace("<c>", "&lt;c&gt;")
+    assert json.dumps([[mark, *text.split("<br>")] for mark, text in found]) == expected
+    assert all(groups.values())
+    assert f"<td>right, of images of a known class<td>{share_text(len(groups['right']), len(pairs) - 1)}<" in page
 
 
 def test_classes_are_numbers_where_nothing_names_them_and_unreadable_images_are_named(exported, tmp_path):

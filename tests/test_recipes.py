@@ -1,6 +1,8 @@
 """Recipes and torchvision's published commands: each resolves, and builds what it means."""
 
 import functools
+import json
+import math
 import re
 import shlex
 import tomllib
@@ -168,6 +170,45 @@ def test_a_preview_of_every_recipe_names_no_option_without_effect(name):
         assert "--lr is meant for a global batch of" in text
 
 
+SOURCES = json.loads((REPOSITORY / "tests" / "recipe_sources.json").read_text())
+# A batch of all processes is compared by the processes of the source; paths and what was typed are not the source's.
+OF_THE_START = {"recipe", "data_path", "given", "typed", "reference_global_batch", "dry_run", "global_batch_size"}
+
+
+def same(source, ours):
+    if isinstance(source, float) and isinstance(ours, float):
+        return math.isclose(source, ours, rel_tol=1e-6)
+    return source == ours
+
+
+def disagreements(row, name):
+    """Return the options, and the accuracy, in which a recipe differs from what was typed from its source."""
+    words = [*row["options"].split(), *row["recipes"][name].split()]
+    if "--model" not in words:
+        words += ["--model", name.rpartition("-")[0]]  # torchvision's
+    words = [f"{REPOSITORY}/{word}" if word.startswith("examples/") else word for word in words]
+    theirs = config.parse_args([*words, "--data-path", "imagenet", "--dry-run"])
+    ours, source = config.parse_args(argv_of_recipe(name)).flat(), theirs.flat()
+    source["global_batch_size"] = row["gpus"] * theirs.optimization.batch_size
+    found = {option: (source[option], ours[option]) for option in source if option not in OF_THE_START}
+    found["global_batch_size"] = source["global_batch_size"], ours["global_batch_size"]
+    expected = recipes.read_recipe(recipes.find_recipe(name)).get("expected-acc1")
+    found["acc1"] = row.get("acc1", {}).get(name, expected), expected
+    return {option: values for option, values in found.items() if not same(*values)}
+
+
+@pytest.mark.parametrize("row", SOURCES["rows"], ids=lambda row: next(iter(row["recipes"])))
+def test_options_are_those_typed_from_the_sources(row):
+    found = {name: disagreements(row, name) for name in row["recipes"]}
+    differs = {option for each in found.values() for option in each}
+    assert differs == {*row.get("differs", [])}, found
+
+
+def test_every_recipe_is_typed_from_its_source_or_named_as_unread():
+    typed = [name for row in SOURCES["rows"] for name in row["recipes"]]
+    assert sorted([*typed, *SOURCES["unread"], *SOURCES["ours"]]) == RECIPES  # each once
+
+
 def test_expected_accuracies_are_those_of_torchvisions_weights():
     names = [name for name in RECIPES if name.endswith(("-v1", "-v2"))]
     assert len(names) >= 70
@@ -209,6 +250,9 @@ def test_a_dry_run_touches_nothing_and_needs_no_gpu(tmp_path):
     assert "sync-bn = true" in outcome.output
     assert "# 4096 images per step: 1 process x 32 micro-batches x 128\n" in outcome.output
     assert "# --sync-bn: needs 32 processes, one for each micro-batch\n" in outcome.output
+    assert "# counted for 1 process: torchrun --nproc_per_node=N in place of python counts for N\n" in outcome.output
+    outcome = run_ranks(train_rank, 2, [*argv, "--no-sync-bn"], log_folder=tmp_path).check()
+    assert "# 4096 images per step: 2 processes x 16 micro-batches x 128\n# counted for 2 processes: " in outcome.output
     assert not out.exists()
 
 

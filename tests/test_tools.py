@@ -6,6 +6,7 @@ import random
 import shlex
 import shutil
 import struct
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -14,11 +15,12 @@ import numpy
 import pytest
 import torch
 import torchvision
-from PIL import Image
+from PIL import Image, ImageCms
 
 import data
 from bench import benchmark
 from errors import ImageError, UserError
+from loading.forms import open_source
 from scripts import check, evaluate, make_digits, pack, prepare, report, tool
 from scripts.trained import open_trained
 from settings import config
@@ -269,6 +271,50 @@ def test_every_planted_defect_is_found(images, tmp_path, form):
     assert "class1/image003.jpg" in reasons["leak"]
     assert reasons["leak"].endswith("another class")
     assert "image008.jpg" in reasons["duplicate"]
+
+
+@pytest.mark.parametrize("form", ["folder", "tar"])
+def test_hidden_files_are_listed_with_the_rest_and_a_run_still_refuses_them(images, tmp_path, form):
+    hidden = ["train/class0/._image000.jpg", "train/.ipynb_checkpoints/x.jpg", "val/class1/@eaDir/2.jpg/SYNO.jpg"]
+    for name in hidden:
+        (images / name).parent.mkdir(parents=True, exist_ok=True)
+        (images / name).write_bytes(b"hidden")
+    os.truncate(images / "train" / "class1" / "image003.jpg", 300)
+    data_path = images if form == "folder" else pack_into_tars(images, tmp_path / "tars")
+    for _ in range(2):  # no index is left that lacks them
+        code, report, found = look(tmp_path, data_path, *COUNTS)
+        assert (code, found.keys(), found["damaged"]) == (1, {"hidden", "damaged"}, ["image003.jpg"])
+        with pytest.raises(UserError, match="is hidden"):
+            open_source(data_path / "val")
+    listed = next(finding["images"] for finding in report["findings"] if finding["kind"] == "hidden")
+    assert {each["split"] for each in listed} == {"train", "val"}
+    for command in {each["reason"].partition("remove all such: ")[2] for each in listed}:
+        subprocess.run(command, shell=True, check=True)
+    assert look(tmp_path, data_path, *COUNTS)[2].keys() == {"damaged"}
+
+
+# Red, green and blue of Display P3 in XYZ under D50, as in the profile that Apple's phones write.
+P3 = (0.51512, 0.24120, -0.00105), (0.29198, 0.69225, 0.04189), (0.15710, 0.06657, 0.78407)
+
+
+def profile_of(primaries: tuple) -> bytes:
+    content = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    for name, values in zip((b"rXYZ", b"gXYZ", b"bXYZ"), primaries, strict=True):
+        (place,) = struct.unpack_from(">I", content, content.index(name) + 4)
+        struct.pack_into(">iii", content, place + 8, *(round(value * 65536) for value in values))
+    return bytes(content)
+
+
+def test_profiles_that_are_not_srgb_are_counted(images, tmp_path):
+    files = sorted((images / "train" / "class0").iterdir())
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    profiles = srgb, profile_of(P3), b"no profile", profile_of(((0.9642, 1, 0.8249),) * 3)
+    for path, profile in zip(files, profiles, strict=False):
+        with Image.open(path) as image:
+            image.save(path, "JPEG", icc_profile=profile)
+    code, report, found = look(tmp_path, images, *COUNTS)
+    assert (code, found) == (0, {"profile": [path.name for path in files[1:4]]})  # which is no problem
+    assert report["findings"][0]["images"][1]["reason"] == "cannot be read"
 
 
 def test_a_file_that_the_disk_does_not_give_is_found_in_a_sample_too(images, tmp_path):
