@@ -132,7 +132,7 @@ class _Cell:
         run = report.LoggedRun(self.folder)
         figures = report.draw_curves({"": [run]})
         shown = {name: figures[name] for name in (report.best_metric(run), "loss") if name in figures}
-        curves = report.show_curves(shown).replace("<img", '<img style="width: 49%"')
+        curves = report.show_curves(shown).replace("</span>", "&emsp;</span>").replace("<img", '<img width="49%"')
         self.place.update(self.html(f"{curves}<pre>{escape(line)}</pre>"))
 
 
