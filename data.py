@@ -224,8 +224,8 @@ def build_datasets(
     if not split_custom(options.data_path or "") and not is_remote(options.data_path):
         # Both are looked for before one is opened, which for class folders on a network disk takes minutes.
         if not args.checkpoint.test_only:
-            check_source(Path(traindir))
-        check_source(Path(valdir))
+            check_source(Path(traindir), is_all=options.minival is not None)
+        check_source(Path(valdir), is_all=options.minival is not None)
     source = None
     source_test = open_split(valdir, options)
     if options.minival:

@@ -137,6 +137,10 @@ class UserError(Exception):
         if exit_code is not None:
             self.exit_code = exit_code
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows, by IPython's name for it: the one line, and no traceback."""
+        return [escaped(f"error: {self}")]
+
 
 @contextmanager
 def as_user_error(begin: str) -> Iterator[None]:
@@ -181,6 +185,7 @@ class ImageError(Exception):
 
     exit_code = 1
     is_of_one_rank = True
+    _render_traceback_ = UserError._render_traceback_
 
     def __str__(self) -> str:
         # A loader process sends its traceback along, whose last line is the message.

@@ -105,10 +105,11 @@ def describe_revision(folder: Path) -> str | None:
 
 def hash_project(folder: Path) -> str:
     """Return a hash of the project's own files, without tests and tools: an image has no git to tell its revision."""
-    apart = ("bench", "scripts", "tests")
+    apart = ("bench", "scripts", "tests", "touchstone")
     packages = [each.parent for each in folder.glob("*/__init__.py") if each.parent.name not in apart]
     # At the top may lie files of the user's own: of these only what is imported counts, and what a run may import.
-    files = [path for path in folder.glob("*.py") if path.stem in ("train", "transforms", *sys.modules)]
+    names = {"train", "transforms", *sys.modules}.difference(apart)
+    files = [path for path in folder.glob("*.py") if path.stem in names]
     files += [path for package in packages for path in package.glob("*.py")]
     contents = [f"{path.relative_to(folder)} ".encode() + path.read_bytes() for path in sorted(files)]
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]

@@ -1,10 +1,13 @@
-"""Why a split's images are not there, with what is to be done about it."""
+"""A split that is not there: why, what is to be done about it, and whether its data path holds the classes instead."""
 
+import os
+import re
 import shlex
+import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from errors import UserError
+from errors import UserError, as_user_error
 from loading.source import list_folder
 from settings import choices
 from settings.config import ARCHIVES
@@ -13,8 +16,42 @@ from settings.config import ARCHIVES
 _OTHER_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation")}
 
 
-def explain_missing(root: Path, has_train: Callable[[], bool]) -> UserError:
-    """Return the error of a split that is not there; `has_train` tells whether its data path has a train split."""
+# Words, and beginnings of words, that name a split in some languages. A class of such a name, say trains, costs its
+# owner a line and an `mkdir`; two splits that are taken as classes would cost a wrong number.
+_SPLIT = re.compile(r"""(?:^|[\W\d_])(?:(?:val|dev|trn|tst|images?)(?![^\W\d_])|train|träning|valid|test|eval|holdout
+    |entraî|entrai|apprentiss|entren|trein|addestr|allenam|convalid|verif|prueb|prova|prüf|walid|trening|uczen|eğitim|doğrul
+    |teszt|обуч|трен|валид|провер|тест|εκπαίδ|επικύρ|训练|訓練|验证|驗證|测试|測試|学習|検証|テスト|훈련|학습|검증|테스트)
+    """, re.VERBOSE)  # fmt: skip
+
+
+def why_not_classes(data_path: Path) -> str:
+    """Return why the folders in a data path are not taken as the classes of its train/, or nothing if they are."""
+    names = [name for name in list_folder(data_path) if name[0] != "."]
+    folders = [name for name in names if (data_path / name).is_dir()]
+    lists = (*choices.FORMS["list"].endings, ".tar", ".parquet")
+    plain = {name: unicodedata.normalize("NFC", name.casefold()) for name in names}
+    parts = [name for name in names if _SPLIT.search(plain[name]) or (name not in folders and name.endswith(lists))]
+    # The data path's own name may be such as images or my_test, but no split's.
+    parts += {"train", "training", "val", "valid", "validation", "test"} & {data_path.absolute().name.casefold()}
+    if parts:
+        return f"{parts[0]} may be a split, or a list of images"
+    # In whatever language its name is, a split to train on holds class folders.
+    with as_user_error(f"--data-path {data_path}"):
+        for name in folders:
+            # But for a program's own, such as .thumbnails and @eaDir, which `check_hidden` refuses.
+            if any(entry.is_dir() and entry.name[0] not in ".@" for entry in os.scandir(data_path / name)):
+                return f"{name} holds folders, as a split does"
+    return "" if len(folders) > 1 else "there are no two of them"
+
+
+def explain_missing(root: Path, has_train: Callable[[], bool], *, is_all: bool = False) -> UserError:
+    """Return the error of a split that is not there.
+
+    Args:
+        root: the data path and the split's name.
+        has_train: tells whether the data path has a train split.
+        is_all: whether `--minival` is given, so that the data path might hold the class folders.
+    """
     data_path = f"--data-path {root.parent}"
     if any(root.parent.glob("*.parquet")):
         remedy = f"first write their images as class folders: python -m scripts.prepare {root.parent} NEW_FOLDER"
@@ -34,8 +71,11 @@ def explain_missing(root: Path, has_train: Callable[[], bool]) -> UserError:
     if folders and root.parent.name in ("train", "val"):
         return UserError(f"{data_path} is one split; give the folder that holds it, {root.parent.parent}")
     if len(folders) > 1 and "val" not in folders and not has_train():
-        remedy = f"if {folders[0]}, {folders[1]} ... are the classes, move all of them into a folder train/ there, and"
-        return UserError(f"{data_path} has no {root.name}/; {remedy} give --minival 0.1 unless there is a val/ too")
+        why, move = why_not_classes(root.parent), "move all of them into a folder train/ there"
+        more = ", and give --minival 0.1 unless there is a val/ too" if why else " beside a val/, or give --minival 0.1"
+        reason = f", and its folders are not taken as the classes: {why}" if is_all else ""
+        words = f"if {folders[0]}, {folders[1]} ... are the classes, {move}{more}"
+        return UserError(f"{data_path} has no {root.name}/{reason}; {words}")
     preferred, *forms = (form.load() for form in choices.FORMS.values())
     layouts = ", or ".join(form.layout.format(split=root.name) for form in (*forms, preferred))
     hint = "; or give --minival 0.1 to evaluate on held-out training images" if root.name == "val" else ""

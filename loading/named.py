@@ -1,12 +1,11 @@
 """Sets of images beside the two splits, which options give as NAME=DIR: `--eval-data`, and `--set` of evaluations."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from loading.forms import find_sources, open_source
+from loading.forms import find_sources, named, open_source
 from loading.source import Source, check_label_sets, is_remote, list_folder
 from settings import choices
 
@@ -29,10 +28,8 @@ def open_named(
         return name, check_label_sets(RemotePack(url, split, **remote), separator)
     if {"train", "val"} <= {*list_folder(Path(folder))}:
         raise UserError(f"{option} {text}: it holds train/ and val/; give one of them, such as {name}={folder}/val")
-    root = Path(folder)
     # A source needs the name of its folder, beside which its tars or lists lie.
-    if root.name in ("", ".."):
-        root = Path(os.path.abspath(folder))
+    root = named(Path(folder))
     if root.suffix in choices.FORMS["list"].endings:
         root = root.with_suffix("")
     if not find_sources(root):

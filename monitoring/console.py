@@ -111,7 +111,7 @@ log = LogFile()
 
 def command() -> list[str]:
     """Return the command line; without that of Ray's workers, which may hold a password, and of Jupyter's kernels."""
-    return ["train.py"] if sys.argv[0].endswith(("default_worker.py", "ipykernel_launcher.py")) else sys.argv
+    return ["train.py"] if sys.argv[0].endswith(("default_worker.py", "kernel_launcher.py")) else sys.argv
 
 
 def hash_line(hashes: dict[str, str]) -> str:
@@ -167,10 +167,12 @@ def last_lines(args: Resolved, state: RunState, folder: Path) -> list[str]:
     if args.monitoring.metrics:
         words += ["--metrics", *args.monitoring.metrics]
     quoted = shlex.quote(str(folder))
+    # A program of one's own that calls `main` takes none of these options.
+    script = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
     curves = [f"curves    tensorboard --logdir {quoted}"] if "tensorboard" in args.monitoring.logger else []
     return [
         *curves,
-        f"evaluate  python {shlex.join([command()[0], *words])}",
+        f"evaluate  python {shlex.join([script, *words])}",
         f"report    python -m scripts.report {quoted}",
         f"predict   python -m scripts.predict {shlex.join([checkpoint, 'IMAGES', *model])}",
     ]

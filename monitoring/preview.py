@@ -128,7 +128,8 @@ def count_images(data_options: DataOptions) -> tuple[int, int, str]:
         num_images, num_classes = len(images), len(images.classes)
         held = data_options.minival, data_options.minival_fold
         num_held = len(minival_numbers(images, *held)) if data_options.minival else 0
-        about = f"{traindir}: {num_images:,} images in {num_classes:,} classes"
+        root = images.root if images.form == "folder" else traindir  # class folders may lie in the data path itself
+        about = f"{root}: {num_images:,} images in {num_classes:,} classes"
     num_images -= num_held
     if num_held:
         about += f", {num_held:,} of them held out"

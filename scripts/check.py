@@ -207,7 +207,8 @@ def open_splits(options: argparse.Namespace, names: tuple[str, ...], report: Rep
         hidden: list[tuple[str, str]] = []
         try:
             if isinstance(data_path, Path):
-                splits[name] = open_source(data_path / name, options.multi_label, options.extensions, hidden)
+                reading = options.multi_label, options.extensions, hidden
+                splits[name] = open_source(data_path / name, *reading, is_all=name == "train")
             else:
                 splits[name] = RemotePack(data_path, name)
         except UserError as error:

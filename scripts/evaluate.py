@@ -408,11 +408,13 @@ def open_sets(
     if options.minival is not None and not holds_out(trained.trained_with, *part):
         print(f"--minival {options.minival}: the checkpoint was trained on these images, or on some of them")
     sets, extensions = [], choose_extensions(trained, options.extensions)
+    # The data path itself may hold the class folders.
+    trained_on = [os.path.realpath(f"{trained.trained_with.get('data_path')}{end}") for end in ("", "/train")]
     for text in options.sets:
         name, source = open_named("--set", text, trained.args.data.multi_label, extensions)
         if name == "minival":
             source, _ = hold_out(source, *part)
-        elif os.path.realpath(source.root) == os.path.realpath(f"{trained.trained_with.get('data_path')}/train"):
+        elif os.path.realpath(source.root) in trained_on:
             print(one_line(f"{name}: the checkpoint was trained on these images, unless --minival held some out"))
         sets.append(ImageSet(name, source, decoding))
     return sets, number_classes(sets, trained, num_classes)

@@ -333,9 +333,13 @@ def check_output_dir(
     folder = os.path.realpath(checkpoint.output_dir or default_folder(model.model))
     if not data.data_path or checkpoint.test_only or start.dry_run:
         return
-    for split in ("train", "val"):
-        if Path(folder).is_relative_to(os.path.realpath(os.path.join(data.data_path, split))):
-            trouble = f"lies inside {split}/ of the images, where it would count as a class"
+    places, path = ["train", "val"], Path(data.data_path)
+    # With --minival and without a split, the folders in the data path may be the classes (`loading.missing`).
+    if data.minival and not [*path.glob("*train*"), *path.glob("images.*")]:
+        places.append("")
+    for place in places:
+        if Path(folder).is_relative_to(os.path.realpath(os.path.join(data.data_path, place))):
+            trouble = f"lies inside {place or data.data_path}/ of the images, where it would count as a class"
             raise UserError(f"--output-dir {folder} {trouble}")
 
 

@@ -61,7 +61,8 @@ class DataOptions:
     minival: float | None = option(metavar="FRACTION", resume="a position counts steps of the images that train",
         above=0, at_most=0.5, not_with="synthetic",
         help="hold out this fraction of the training images of each class, always the same ones, and evaluate on them; "
-             "val/ is not read and may be missing; above 0, at most 0.5")
+             "val/ is not read and may be missing, and the class folders may lie in --data-path itself; above 0, at "
+             "most 0.5")
     minival_fold: int = option(0, metavar="K", at_least=0, needs="minival", is_strict=True,
         resume="a position counts steps of the images that train",
         help="cross-validation: hold out the K-th of the disjoint parts of --minival, from 0; folds 0 to 4 of "
