@@ -105,7 +105,8 @@ def test_a_claim_to_send_is_a_folder_with_a_page_of_its_lever_and_its_bound(fini
     assert shown.startswith(f"digits, sent: mean {mean:.2f}, deviation {deviation:.2f}, {count} seeds: above ")
     assert float(re.search(r"above ([\d.]+) with p < 0.01$", shown)[1]) == pytest.approx(least, abs=0.006)
     page = (sent / "README.md").read_text()
-    assert f"| digits, sent | {mean:.2f} ({min(values):.2f} to {max(values):.2f}, {count} seeds, n=7) | a lever | " in page
+    accuracies = f"{mean:.2f} ({min(values):.2f} to {max(values):.2f}, {count} seeds, n=7)"
+    assert f"| digits, sent | {accuracies} | a lever | " in page
     assert page.endswith(f"\n{shown}\n")
     assert len([*sent.glob("digits-sent-seed*/record.json")]) == count
 
