@@ -70,6 +70,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     # Returns `other_scripts`, which explains unknown flags and tells what other scripts' flags with a word are here.
     import_others: Callable[[], ModuleType] | None = None
+    resolve: Callable[[argparse.Namespace], Any]  # set with it; refuses options that cannot be used together
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Refuse --, and expand ~."""
