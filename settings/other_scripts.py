@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from distributed.launch import read_launch
 from errors import UserError, as_user_error, did_you_mean
-from settings.options import BY_NAME, defaults, is_filled_in
+from settings.options import BY_NAME, defaults, fit_statistics, is_filled_in
 from settings.packages import find_timm_config, require_timm
 from settings.parser import OneLineParser
 
@@ -122,11 +122,10 @@ class Translation:
         self.options: dict[str, list[str]] = {}  # the words for here by option
         self.is_training = not _is_on(self.values.get("eval"))
         self._add_meanings(build_script_parser(reading.script)[1])
-        if "is-same" in self.values:
-            return
-        self._count_batch()
-        self._choose_model()
-        self._apply(DATA["rules"])
+        if "is-same" not in self.values:
+            self._count_batch()
+            self._choose_model()
+            self._apply(DATA["rules"])
         if "sched" in self.values and self.is_training:
             self._compute_rates()
             self._choose_optimizer()
@@ -238,10 +237,10 @@ class Translation:
             values["scaling"] = values.get("lr-base-scale") or ("sqrt" if is_adaptive else "linear")
             ratio = values["total"] / values["lr-base-size"]
             peak *= ratio**0.5 if values["scaling"] == "sqrt" else ratio
+        if "is-min-scaled" in values:  # Swin scales all rates
+            values |= {"min-lr": values["min-lr"] * ratio, "warmup-lr": values["warmup-lr"] * ratio}
         values["share"] = values.get("warmup-start", values.get("warmup-lr")) / (peak or 1)
         values["scale-max"] = values.get("scale", [1.0])[-1]
-        if "is-min-scaled" in values:
-            values["min-lr"] *= ratio
         every = values.get("decay-epochs", 0)
         if values["sched"] == "multistep":
             # timm's rate falls one epoch before each of them.
@@ -290,7 +289,7 @@ class Translation:
         if side != width:
             self.refuse("input-size", "images are square here")
         if used != find({}, known) or not self.is_training:
-            values |= used | {"mean": [*used["mean"]], "std": [*used["std"]]}
+            values |= used | {name: fit_statistics(used[name], channels) for name in ("mean", "std")}
             values |= {"channels": channels, "side": side, "resize": math.floor(side / used["crop_pct"])}
             self.add(DATA["sizes"])
 
@@ -313,7 +312,7 @@ def explain(words: Sequence[str], parser: OneLineParser) -> UserError:
         return UserError(f"{', '.join(fitting)} read these words, and their defaults differ; {hint}")
     if fitting:
         return _answer(*fitting.values(), parser)
-    # The errors of the script that understands most.
+    # The errors of the script that knows most of the flags.
     troubles = [reading.troubles for reading in readings]
     if not named:
         known = parser._option_string_actions
@@ -323,7 +322,8 @@ def explain(words: Sequence[str], parser: OneLineParser) -> UserError:
             parser.resolve(given)
             return UserError(f"flags are spelled with dashes here:\n  {_command(spelled)}", has_lines=True)
         troubles.insert(0, _unknown(unknown, [*known]))
-    return UserError(f"{'; '.join(min(troubles, key=len))} (--help lists the options)")
+    fewest = min(troubles, key=lambda lines: " ".join(lines).count(" is unknown"))
+    return UserError(f"{'; '.join(fewest)} (--help lists the options)")
 
 
 def _command(words: Sequence[str]) -> str:
