@@ -198,10 +198,10 @@ class Translation:
         """Count the images of a process and of a step."""
         values = self.values
         launch = read_launch()
-        processes = launch.world_size
-        if "is-shared" in values:  # by the GPUs of a machine, and --world-size counts machines
+        if "is-shared" in values:  # by the GPUs of a machine
             values["batch-size"] //= launch.num_local
-            processes = max(processes, launch.num_local * values["world-size"])
+        # --world-size of pytorch/examples counts machines.
+        processes = max(launch.world_size, launch.num_local * values.get("world-size", 1))
         values["total"] = values["batch-size"] * processes * values.get("steps", 1)
         values["is-more"] = values["total"] != values["batch-size"] * launch.world_size
 
@@ -250,6 +250,7 @@ class Translation:
             values["falls"] = [math.ceil(each * every) for each in range(1, math.ceil(values["epochs"] / every))]
         if values.get("warmup-prefix") is True:  # timm trains --epochs after it
             values["epochs"] += values["warmup-epochs"]
+        values["is-short"] = values["epochs"] <= values["warmup-epochs"]
 
     def _choose_optimizer(self) -> None:
         """Find timm's optimizer, and which of the options it has."""
@@ -261,7 +262,7 @@ class Translation:
         facts = optimizers.get_optimizer_info(name)
         if isinstance(facts.opt_class, str):
             self.refuse("opt", f"it needs {facts.opt_class.partition('.')[0]}")
-        self.values |= {"opt": name, "has-momentum": facts.has_momentum, "has-eps": facts.has_eps}
+        self.values |= {**vars(facts), "opt": name}
 
     def _add_sizes(self) -> None:
         """Add sizes of crops, resizing and normalisation, unless training takes them from timm's configuration."""

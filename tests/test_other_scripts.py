@@ -197,7 +197,7 @@ WORDS = {
     "interpolation": ["bicubic", "bilinear"], "clip-mode": ["norm", "agc", "value"], "amp-dtype": ["bfloat16"],
     "lr-base-scale": ["linear", "sqrt"], "crop-mode": ["center", "squash"], "lr-scheduler": ["cosineannealinglr"],
     "lr-warmup-method": ["linear"], "auto-augment": ["ra", "ta_wide"], "torchcompile-mode": ["default"],
-    "cfg": ["swin_tiny_patch4_window7_224.yaml"], "model-kwargs": ["act_layer=gelu"],
+    "cfg": ["swin_tiny_patch4_window7_224.yaml"], "model-kwargs": ["act_layer=gelu"], "gp": ["avg"],
 }  # fmt: skip
 MODELS = {
     "timm/train.py": "resnet18", "timm/validate.py": "resnet18", "examples/main.py": "resnet18",
@@ -205,7 +205,7 @@ MODELS = {
     "mae/main_finetune.py": "vit_base_patch16", "beit/run_class_finetuning.py": "beit_base_patch16_224",
 }  # fmt: skip
 FILES = {"finetune", "checkpoint", "initial-checkpoint", "pretrained-path", "weights", "resume", "use-ema", "eval",
-         "pretrained", "test-only", "world-size"}  # fmt: skip
+         "pretrained", "test-only", "world-size", "gpu", "in-chans", "input-size"}  # fmt: skip
 
 
 def draw(script, rng, left_out=()):
@@ -237,7 +237,7 @@ def check_drawn(script, number):
         outcomes["command" if words else "reason"] += 1
         if words is None:
             assert len(text.splitlines()) == 1, line
-            assert "does what no command here does: -" in text or "argument --" in text or "has no model" in text, text
+            assert "does what no command here does: " in text or "argument --" in text or "has no model" in text, text
             continue
         args = config.parse_args(words)
         assert args.optimization.opt.removeprefix("timm/") in [*timm.optim.list_optimizers(), "rmsprop"], line
