@@ -1,5 +1,6 @@
 """Build a model, check the sizes of its images, choose its precision, its threads and its device."""
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from distributed.watch import watchdog
 from errors import UserError, as_user_error, did_you_mean
 from settings.custom_code import check_code, parse_kwargs
 from settings.options import AugmentationOptions, DistributedOptions, ModelOptions, PrecisionOptions
-from settings.packages import require_timm
 from settings.rules import split_custom
 from settings.stages import Parsed
 
@@ -32,7 +32,7 @@ def check_name(name: str) -> None:
     if name not in known and not name.startswith("timm/") and not split_custom(name):
         hint = did_you_mean(name, known) or f" (known: {', '.join(known)});"
         hint += " timm's are written timm/NAME, your own FILE.py:FUNCTION"
-        if find_spec("timm") and require_timm("--model", name).is_model(name.partition(".")[0]):
+        if find_spec("timm") and importlib.import_module("timm").is_model(name.partition(".")[0]):
             hint = f"; did you mean timm/{name}?"
         raise UserError(f"--model {name}: not a torchvision classification model{hint}")
 

@@ -27,7 +27,7 @@ RULES = [*DATA["rules"], *DATA["training"]]
 # A flag after a full stop has this for its name.
 READ = {".", *DATA["computed"].split(), *re.findall(r"[\w-]+", " ".join(tests for tests, _ in RULES))}
 READ |= {*re.findall(r"{([\w-]+)", str(RULES))}
-TYPES = {"i": int, "f": float, "s": str, "b": str.lower}
+TYPES: dict[str, Any] = {"i": int, "f": float, "s": str, "b": str.lower}
 OFF = ("none", "false", "no", "f", "n", "0", "0.0", "")
 
 
@@ -56,7 +56,7 @@ def build_script_parser(script: str) -> tuple[OneLineParser, dict[str, Any]]:
             settings["const"] = "inductor" if more == "?" else None  # of --torchcompile
             values = [TYPES[kind](each) for each in default.split(",") if default]
             value = values if more == "+" and values else next(iter(values), None)
-        parser.add_argument(*names.split(","), **settings, **({"dest": dest} if names.startswith("-") else {}))
+        parser.add_argument(*names.split(","), **settings | ({"dest": dest} if names.startswith("-") else {}))
         preset.setdefault(dest, value)
     return parser, preset | row.get("facts", {})
 
@@ -158,7 +158,7 @@ class Translation:
     def refuse(self, name: str, reason: str) -> None:
         """Add a reason why there is no command: a value that was given, or the script's default."""
         value = self.values.get(name)
-        shown = "" if value is None or isinstance(value, bool) else f" {value}"
+        shown = "" if value is None or isinstance(value, bool) else re.sub(r"[\[\],']", "", f" {value}")
         self.reasons.append(f"{self.typed.get(name) or f'--{name}'}{shown}: {reason}")
 
     def _apply(self, rules: Sequence[Sequence[str]]) -> None:
@@ -182,7 +182,7 @@ class Translation:
         own = self.script.get("meanings", {})
         for name, value in self.values.items():
             is_option = name.replace("-", "_") in BY_NAME
-            same = f"?--{name} {{}}" if is_option else "!there is nothing like it"
+            same = f"?--{name} {{}}" if is_option else "!there is nothing like it here"
             if name in READ and not (is_option and "is-same" in self.values):
                 same = ""
             meaning = own.get(name, DATA["meanings"].get(name, same))
@@ -312,7 +312,7 @@ def explain(words: Sequence[str], parser: OneLineParser) -> UserError:
         hint = f"put one of them first: train.py {next(iter(fitting))} ..."
         return UserError(f"{', '.join(fitting)} read these words, and their defaults differ; {hint}")
     if fitting:
-        return _answer(*fitting.values(), parser)
+        return _answer(next(iter(fitting.values())), parser)
     # The errors of the script that knows most of the flags.
     troubles = [reading.troubles for reading in readings]
     if not named:

@@ -41,10 +41,8 @@ def test_other_spellings_and_cases_are_taken_as_torchvision_takes_them():
 
 
 @pytest.mark.parametrize(("argv", "words"), [
-    (["--batch=8"], "--batch is --batch-size; the command here: python train.py"),
-    (["--bach-size", "8"], "--bach-size 8 is unknown; did you mean --batch-size?"),
-    (["images"], "unrecognized argument: images is unknown"),
-    (["--pretrained"], "--weights IMAGENET1K_V1"),
+    (["--bach-size", "8"], "--bach-size is unknown; did you mean --batch-size?"),
+    (["images"], "images is unknown"),
     (["--lr-scheduler", "cosine"], "--lr-scheduler cosine: unknown schedule"),
     (["--opt", "adamww"], "did you mean adamw? timm's are written timm/NAME, your own FILE.py:FUNCTION"),
     (["--recipe", "digit"], "--recipe digit: no such recipe; did you mean digits?"),
