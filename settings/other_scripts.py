@@ -27,8 +27,14 @@ RULES = [*DATA["rules"], *DATA["training"]]
 # A flag after a full stop has this for its name.
 READ = {".", *DATA["computed"].split(), *re.findall(r"[\w-]+", " ".join(tests for tests, _ in RULES))}
 READ |= {*re.findall(r"{([\w-]+)", str(RULES))}
-TYPES: dict[str, Any] = {"i": int, "f": float, "s": str, "b": str.lower}
-OFF = ("none", "false", "no", "f", "n", "0", "0.0", "")
+
+
+def true_or_false(text: str) -> bool:
+    """Return what a word of ConvNeXt's switches means; ValueError for another."""
+    return ["no", "false", "f", "n", "0", "yes", "true", "t", "y", "1"].index(text.lower()) > 4
+
+
+TYPES: dict[str, Any] = {"i": int, "f": float, "s": str, "b": true_or_false}
 
 
 class Reading(NamedTuple):
@@ -101,11 +107,6 @@ def _shown(meaning: str) -> str:
     return f"not here: {meaning[1:]}" if meaning.startswith("!") else f"here {meaning.strip('?').replace('{}', 'N')}"
 
 
-def _is_on(value: Any) -> bool:
-    """Tell whether a value is neither off nor 0; ConvNeXt's switches are words."""
-    return str(value).lower() not in OFF
-
-
 class Translation:
     """A reading as a command here: its words, or the reasons why there is none.
 
@@ -120,7 +121,7 @@ class Translation:
         self.parser = parser
         self.reasons: list[str] = []
         self.options: dict[str, list[str]] = {}  # the words for here by option
-        self.is_training = not _is_on(self.values.get("eval"))
+        self.is_training = not self.values.get("eval")
         self._add_meanings(build_script_parser(reading.script)[1])
         if "is-same" not in self.values:
             self._count_batch()
@@ -173,8 +174,8 @@ class Translation:
     def _holds(self, test: str) -> bool:
         """Tell whether a test of a rule holds."""
         names, equals, wanted = test.lstrip("!").partition("=")
-        found = [str(self.values.get(name)) for name in names.split("|")]
-        is_so = found[0] in wanted.split("|") if equals else any(map(_is_on, found))
+        found = [self.values.get(name) for name in names.split("|")]
+        is_so = str(found[0]) in wanted.split("|") if equals else any(found)
         return is_so != test.startswith("!")
 
     def _add_meanings(self, preset: dict[str, Any]) -> None:
@@ -191,7 +192,7 @@ class Translation:
                     self.refuse(name, meaning[1:])
                 continue
             is_typed = name in self.typed
-            if (is_typed and "{}" in meaning) or (_is_on(value) and (is_typed or not meaning.startswith("?"))):
+            if (is_typed and "{}" in meaning) or (value and (is_typed or not meaning.startswith("?"))):
                 self.add(meaning.strip("?").replace("{}", "" if value is True else f"{{{name}}}"))
 
     def _count_batch(self) -> None:
@@ -208,7 +209,7 @@ class Translation:
     def _choose_model(self) -> None:
         """Find the model: torchvision's, or timm's by the name that it has today, and its weights."""
         values = self.values
-        name = values["model"]
+        name = re.sub("^(hf-hub:)?timm/", "", values["model"])
         if "is-shared" in values:
             models = importlib.import_module("torchvision.models")
             known = models.list_models(module=models)
@@ -218,7 +219,9 @@ class Translation:
             for pattern, replacement in self.script.get("renames", ()):
                 name = re.sub(pattern, replacement, name)
             # timm builds models under the names of earlier versions, but has their weights under those of today.
-            name = importlib.import_module("timm.models._registry")._deprecated_models.get(name) or name
+            name = (
+                vars(importlib.import_module("timm.models._registry")).get("_deprecated_models", {}).get(name) or name
+            )
             values["model"] = f"timm/{name}"
         if name.partition(".")[0] not in known:
             self.refuse("model", f"there is no such model here{did_you_mean(name, known)}")
@@ -276,7 +279,7 @@ class Translation:
                 given["crop_pct"] = 1.0
             given |= {"input_size": [3, side, side], "interpolation": "bicubic"}
             given |= {"crop_mode": "squash" if is_squashed else "center"}
-            given |= DATA["statistics"][str(_is_on(values.get("imagenet-default-mean-and-std", True)))]
+            given |= DATA["statistics"][str(values.get("imagenet-default-mean-and-std", True))]
             if side <= 32:
                 self.refuse("input-size", "images of 32 px or fewer are padded, not resized")
         known = values["config"].to_dict() if values["config"] else {}
@@ -332,8 +335,7 @@ def _command(words: Sequence[str]) -> str:
     launch = read_launch()
     starter = "python"
     if launch.is_torchrun:
-        nodes = f"--nnodes={launch.num_nodes} " if launch.num_nodes > 1 else ""
-        starter = f"torchrun {nodes}--nproc_per_node={launch.num_local}"
+        starter = f"torchrun --nnodes={launch.num_nodes} --nproc_per_node={launch.num_local}"
     return f"{starter} train.py {shlex.join(words)}"
 
 

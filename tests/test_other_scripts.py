@@ -28,7 +28,7 @@ from models.optim import lr_at
 from monitoring.preview import preview
 from settings import config
 from settings.options import BY_NAME
-from settings.other_scripts import SCRIPTS, build_script_parser
+from settings.other_scripts import SCRIPTS, build_script_parser, true_or_false
 
 PRESET = config.parse_args(["--synthetic"]).flat() | {"synthetic": None}
 PUBLISHED = json.loads(Path(__file__).with_name("published_lines.json").read_text())
@@ -151,7 +151,7 @@ def test_under_torchrun_the_command_begins_with_it_and_counts_its_processes(monk
     for setting in place.split():
         monkeypatch.setenv(*setting.split("="))
     text = answer(line)
-    assert "\n  torchrun --nproc_per_node=2 train.py" in text
+    assert "\n  torchrun --nnodes=1 --nproc_per_node=2 train.py" in text
     assert expected in text
 
 
@@ -196,7 +196,7 @@ def draw(script, rng, left_out=()):
     for action in rng.sample(flags, rng.choice([1, 2, 4])):
         words.append(rng.choice(action.option_strings))
         count = {None: 1, "?": 0, "+": 2, "*": 1}.get(action.nargs, action.nargs)
-        kinds = {int: [1, 2, 8, 64], float: [0, 0.1, 0.5, 1e-3], str.lower: ["true", "false"], str: ["word"]}
+        kinds = {int: [1, 2, 8, 64], float: [0, 0.1, 0.5, 1e-3], true_or_false: ["true", "false"], str: ["word"]}
         values = {**WORDS, "model": [MODELS.get(script, "resnet18")]}.get(action.dest, kinds.get(action.type))
         words += [str(rng.choice(values)) for _ in range(count)]
     spelled = {"--data-path", "--data_path"} & parser._option_string_actions.keys()
