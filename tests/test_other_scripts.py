@@ -99,7 +99,7 @@ def test_a_line_is_answered_by_what_it_means_in_its_project(script, origin):
     ("D --modell resnet50 --sched cosine", "--modell is unknown to timm/train.py; did you mean --model?"),
     ("yolo classify train data=x", "Ultralytics"), ("classify train data=x", "Ultralytics"),
     ("configs/resnet/resnet50.py --work-dir w", "mmpretrain"), ("--validation_split 0.2 --d x", "Keras"),
-    ("--model_name_or_path google/vit --do_train", "Hugging Face's"),
+    ("--model_name_or_path google/vit --do_train", "Hugging Face's"), ("D --lr 1 --train-crop-mode r", "other crops"),
 ])  # fmt: skip
 def test_what_is_not_understood_is_said_and_no_command_is_derived_from_it(line, expected):
     text = answer(line)
@@ -144,7 +144,7 @@ def test_learning_rates_of_a_step_are_those_of_convnext_mae_and_beit(line):
 @pytest.mark.parametrize(("line", "expected"), [
     ("-a vgg11 D", "--batch-size 128"), ("-a vgg11 -b 65 --world-size 2 D", "--global-batch-size 128"),
     ("D --model resnet18 --grad-accum-steps 4 -b 8", "--batch-size 8 --global-batch-size 64"),
-    ("D --model resnet18 -b 128 --lr-base 0.2", "--lr-warmup-decay 5e-05"),  # of 0.2 * 2 * 128 / 256
+    ("deit/main.py --data-path D --mixup-prob 0.5", "--mixup-prob 0.5"), ("D --lr-base 0.2 --aa v0", "decay 5e-05"),
 ])  # fmt: skip
 def test_under_torchrun_the_command_begins_with_it_and_counts_its_processes(monkeypatch, line, expected):
     place = "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 LOCAL_RANK=0 TORCHELASTIC_RUN_ID=1"
