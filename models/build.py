@@ -1,9 +1,11 @@
 """Build a model, check the sizes of its images, choose its precision, its threads and its device."""
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ def check_name(name: str) -> None:
     if name not in known and not name.startswith("timm/") and not split_custom(name):
         hint = did_you_mean(name, known) or f" (known: {', '.join(known)});"
         hint += " timm's are written timm/NAME, your own FILE.py:FUNCTION"
+        if find_spec("timm") and importlib.import_module("timm").is_model(name.partition(".")[0]):
+            hint = f"; did you mean timm/{name}?"
         raise UserError(f"--model {name}: not a torchvision classification model{hint}")
 
 

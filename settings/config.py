@@ -54,6 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Parsed:
     """Parse and validate a command line, with its recipe ahead of it; UserError if either cannot be used."""
     parser = build_parser()
     parser.import_others = _import_others
+    parser.resolve = resolve
     typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if "recipe" not in typed:
         return resolve(typed)

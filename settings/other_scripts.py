@@ -1,373 +1,361 @@
-"""Command lines of timm's, pytorch/examples' and older torchvision's scripts, rewritten for here.
+"""Command lines of other projects' scripts, rewritten whole for here, or not at all.
 
-The flags are the rows of other_scripts.toml, of which `python -m settings.other_scripts` prints the table for
-docs/other-scripts.md. Only a command line that cannot be parsed comes here, and `--help WORD`.
+other_scripts.toml holds the parsers of timm's, pytorch/examples', torchvision's, DeiT's, ConvNeXt's, MAE's, Swin's and
+BEiT's scripts. Only a command line that cannot be parsed comes here, and `--help WORD`.
 """
 
 import argparse
+import importlib
 import math
-import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributed.launch import read_launch
-from errors import UserError, did_you_mean
-from settings.options import BY_NAME, defaults
-from settings.packages import find_timm_config
-
-
-class OtherFlag(NamedTuple):
-    """A flag of another script: the names of its values, the script, the words for here, and a remark."""
-
-    values: list[str]
-    script: str
-    here: str  # with the names of the values in it, or `leave it out` or `not here`
-    remark: str  # one that begins with `with` says what is done here anyway, and is for readers of the table
-
+from errors import UserError, as_user_error, did_you_mean
+from settings.options import BY_NAME, defaults, fit_statistics, is_filled_in
+from settings.packages import find_timm_config, require_timm
+from settings.parser import OneLineParser
 
 DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-FLAGS = {
-    name: OtherFlag(values, script, here, remark)
-    for names, script, here, remark in DATA["rows"]
-    for name, *values in map(str.split, names.split(", "))
-}
+SCRIPTS: dict[str, dict[str, Any]] = DATA["scripts"]
+RULES = [*DATA["rules"], *DATA["training"]]
+# A flag after a full stop has this for its name.
+READ = {".", *DATA["computed"].split(), *re.findall(r"[\w-]+", " ".join(tests for tests, _ in RULES))}
+READ |= {*re.findall(r"{([\w-]+)", str(RULES))}
 
 
-def table_of(rows: Iterable[Sequence[str]] = DATA["rows"]) -> str:
-    """Return rows of the data as a Markdown table."""
-    lines = ["| flag | of | here | |", "|---|---|---|---|"]
-    for names, script, here, remark in rows:
-        flags = ", ".join(f"`{flag}`" for flag in names.split(", "))
-        if here.startswith("--"):
-            here = f"`{here}`"
-        lines.append(f"| {flags} | {script} | {here} | {remark} |")
-    return "\n".join(re.sub(" +", " ", line) for line in lines)
+def true_or_false(text: str) -> bool:
+    """Return what a word of ConvNeXt's switches means; ValueError for another."""
+    return ["no", "false", "f", "n", "0", "yes", "true", "t", "y", "1"].index(text.lower()) > 4
 
 
-def lines_about(word: str) -> list[str]:
-    """Return a line for each row of flags that hold a word."""
-    rows = [row for row in DATA["rows"] if word in row[0].lower()]
-    text = "{} of {}: {}{}"
-    return [text.format(names, of or "other scripts", here, _in_brackets(remark)) for names, of, here, remark in rows]
+TYPES: dict[str, Any] = {"i": int, "f": float, "s": str, "b": true_or_false}
 
 
-def _in_brackets(remark: str) -> str:
-    return f" ({remark})" if remark else ""
+class Reading(NamedTuple):
+    """A command line as one script's parser reads it."""
+
+    script: str
+    values: dict[str, Any]  # by names with dashes, the defaults among them
+    typed: dict[str, str]  # the names of given values, and how the script spells their flags
+    troubles: list[str]  # the parser's error, and a line about each word that it does not know
 
 
-# Flags of which pytorch/examples has none: beside one of them the batch is ours.
-_NOT_THEIRS = {"--data-path", "--recipe", "--global-batch-size"}
-# Flags whose values here depend on other options, each after those that it depends on.
-_COMPUTED = ["--pretrained", "--crop-pct", "--grad-accum-steps", "--decay-milestones", "--decay-epochs", "--warmup-lr"]
+def build_script_parser(script: str) -> tuple[OneLineParser, dict[str, Any]]:
+    """Return the parser of a script, whose result holds what is given, and its defaults."""
+    parser = OneLineParser(prog=script, add_help=False, argument_default=argparse.SUPPRESS)
+    preset: dict[str, Any] = {}
+    row = SCRIPTS[script]
+    for item in (DATA["common"][row.get("base", "none")] + row["flags"]).split():
+        found = re.fullmatch(r"(\.?)(.*?)(?:([!~])(.*?))?(?::(\w?)([?+*3]?)(?:=(.*))?)?", item)
+        mark, names, sign, dest, kind, more, default = found.groups("")
+        dest = mark or dest or max(names.split(","), key=len).lstrip("-").replace("_", "-").lower()
+        settings: dict[str, Any] = {"action": "store_false" if sign == "~" else "store_true"}
+        value: Any = bool(default)
+        if kind:
+            settings = {"type": TYPES[kind], "nargs": int(more) if more == "3" else more or None}
+            settings["const"] = "inductor" if more == "?" else None  # of --torchcompile
+            values = [TYPES[kind](each) for each in default.split(",") if default]
+            value = values if more == "+" and values else next(iter(values), None)
+        parser.add_argument(*names.split(","), **settings | ({"dest": dest} if names.startswith("-") else {}))
+        preset.setdefault(dest, value)
+    return parser, preset | row.get("facts", {})
 
 
-class OtherCommand:
-    """A command line that may be of another script: its unknown flags, and all of it rewritten for here.
+def read(script: str, words: Sequence[str]) -> Reading:
+    """Return a command line as a script would read it."""
+    parser, values = build_script_parser(script)
+    known = [*parser._option_string_actions]
+    try:
+        found, unknown = parser.parse_known_args(words)
+    except UserError as error:
+        unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+        trouble = f"{script}: {str(error).removesuffix(' (--help lists the options)')}"
+        return Reading(script, values, {}, [trouble, *_unknown(unknown, known, f" to {script}")])
+    # Swin's file, for which its name stands.
+    name = Path(getattr(found, "cfg", "")).stem
+    for pattern, facts in SCRIPTS[script].get("configs", ()):
+        if re.fullmatch(pattern, name):
+            values |= {**facts, "name": name, "model": name}
+    values |= vars(found)
+    troubles = _unknown(unknown, known, f" to {script}")
+    if not re.fullmatch(SCRIPTS[script].get("models", ".*"), str(values.get("model"))):
+        troubles.append(f"{script} has no model {values['model']}")
+    flags = {action.dest: "".join(action.option_strings[-1:]) for action in parser._actions}
+    return Reading(script, values, {name: flags[name] for name in vars(found)}, troubles)
 
-    Args:
-        words: the command line.
-        known: the actions of the parser by their option strings.
+
+def _unknown(words: Sequence[str], known: Sequence[str], whom: str = "") -> list[str]:
+    """Return a line about each unknown word; about flags alone, if there are any, since others may be their values."""
+    lines = []
+    for word in [word.partition("=")[0] for word in words if re.match("-[^0-9.]", word)] or words:
+        name = word.lstrip("-").replace("_", "-")
+        rules = [text for tests, text in RULES if name in re.split("[ |=]", tests)]
+        meaning = DATA["meanings"].get(name, "".join(rules[:1]))
+        hint = f"; {_shown(meaning)}" if meaning and not whom else did_you_mean(word, known)
+        lines.append(f"{word} is unknown{whom}{hint}")
+    return lines
+
+
+def _shown(meaning: str) -> str:
+    """Return a meaning in words."""
+    return f"not here: {meaning[1:]}" if meaning.startswith("!") else f"here {meaning.strip('?').replace('{}', 'N')}"
+
+
+class Translation:
+    """A reading as a command here: its words, or the reasons why there is none.
+
+    Raises:
+        UserError: timm is needed, and is not installed.
     """
 
-    def __init__(self, words: Sequence[str], known: dict[str, argparse.Action]) -> None:
-        self.known = known
-        self.phrases: list[str] = []  # what is said of each flag
-        self.is_understood = True  # whether every word has a meaning here, so that the command can be run
-        groups = list(self._groups(list(words)))
-        self.given: dict[str, list[str]] = {}
-        for flag, values in groups:
-            # As argparse: of a flag that is given twice the last one counts, or both add up.
-            if isinstance(known.get(flag), argparse._ExtendAction):
-                values = [*self.given.get(flag, []), *values]
-            self.given[flag] = values
-        # The tables of the data ask for a flag, or for a flag with a value such as `--vflip 0`, also written 0.0.
-        texts = [f"{flag} {values[0]}" for flag, values in self.given.items() if values]
-        self.said = {*self.given, *(re.sub(r"\.0*$", "", text) for text in texts)}
-        scripts = {FLAGS[flag].script for flag in self.given.keys() & FLAGS.keys()}
-        self.is_timms = "timm" in scripts
-        if self.is_timms:
-            self._adapt_timms()
-        # By option, so that none is there twice; a flag without a place stays as it is, to be refused again.
-        own = [flag for flag, _ in groups if flag in known and flag in self.given]
-        self.typed = {known[flag].dest: [flag, *self.given[flag]] for flag in own}
-        self.options: dict[str, list[str]] = {}
-        self._rewrite()
-        # timm's scripts have `-b` too, where it is the batch of a process, as here.
-        is_examples = "examples" in scripts and not self.is_timms
-        if is_examples and not self.given.keys() & _NOT_THEIRS:
-            self._share_batch()
-
-    def __str__(self) -> str:
-        launch = read_launch()
-        starter = "python"
-        if launch.is_torchrun:
-            nodes = f"--nnodes={launch.num_nodes} " if launch.num_nodes > 1 else ""
-            starter = f"torchrun {nodes}--nproc_per_node={launch.num_local}"
-        return f"{starter} train.py {shlex.join(self.words)}"
+    def __init__(self, reading: Reading, parser: argparse.ArgumentParser) -> None:
+        self.script = SCRIPTS[reading.script]
+        self.values = reading.values
+        self.typed = reading.typed
+        self.parser = parser
+        self.reasons: list[str] = []
+        self.options: dict[str, list[str]] = {}  # the words for here by option
+        self.is_training = not self.values.get("eval")
+        self._add_meanings(build_script_parser(reading.script)[1])
+        if "is-same" not in self.values:
+            self._count_batch()
+            self._choose_model()
+            self._apply(DATA["rules"])
+        if "sched" in self.values and self.is_training:
+            self._compute_rates()
+            self._choose_optimizer()
+            self._apply(DATA["training"])
+        if "crop-pct" in self.values and not self.reasons:
+            self._add_sizes()
 
     @property
     def words(self) -> list[str]:
-        """The command line here."""
-        return [word for words in self.options.values() for word in words]
+        """The command here, without what is so by default; UserError for a value that an option refuses."""
+        values = vars(self.parser.parse_known_args([*chain(*self.options.values())])[0])
+        given = [name for name in self.options if self.is_training or name in DATA["evaluation"].split()]
+        filled = [name for name in given if is_filled_in(name, values.get("model", ""), ())]
+        return [*chain(*(self.options[name] for name in given if name in filled or values[name] != defaults()[name]))]
 
-    def _adapt_timms(self) -> None:
-        """Name timm's models and optimizers as here, and leave out the colour jitter that timm leaves out."""
-        # torchvision has models of the same names, such as resnet50, whose weights and details are others.
-        for flag in {"--model", "--opt"} & self.given.keys():
-            name = self.given[flag][0]
-            # Not to a name that says where it is from: hf-hub:..., timm/..., FILE.py:FUNCTION.
-            if "/" not in name and ":" not in name:
-                name = f"timm/{name}"
-            self.given[flag] = [name]
-        # timm's create_transform turns the jitter off beside a policy, but for 3-Augment, of which it is a part.
-        policy = self.given.get("--aa")
-        if policy is not None and "--color-jitter" in self.given and "3a" not in "".join(policy):
-            self.phrases.append(f"--color-jitter {self.given.pop('--color-jitter')[0]} is not needed with --aa")
-
-    def _rewrite(self) -> None:
-        """Fill in `options` from the given flags and those that timm's defaults come to."""
-        flags = dict(self.given)
-        if self.is_timms:
-            # timm's defaults differ from ours, so that the same flags without them would train another run.
-            for flag, values in self._implied().items():
-                flags.setdefault(flag, values)
-        first = [flag for flag in flags if flag not in _COMPUTED]
-        for flag in [*first, *(flag for flag in _COMPUTED if flag in flags)]:
-            if flag in self.known:
-                dest = self.known[flag].dest
-                self.options.setdefault(dest, self.typed.get(dest, [flag, *flags[flag]]))
+    def add(self, text: str) -> None:
+        """Add words for here, with values in place of their names in braces."""
+        option: list[str] = []
+        for word in text.split():
+            if word.startswith("--"):
+                action = self.parser._option_string_actions[word]
+                option = self.options.setdefault(action.dest, [])
+                # What is given again takes the place of the first, or is added.
+                if not (option and isinstance(action, argparse._ExtendAction)):
+                    option[:] = [word]
                 continue
-            verdict = self._translate(flag, flags[flag])
-            if flag in self.given:
-                self.phrases.append(" ".join([flag, *self.given[flag], verdict]))
+            value = self.values.get(word.strip("{}"))
+            option += map(str, value if isinstance(value, list) else [word.format_map(self.values)])
 
-    def _share_batch(self) -> None:
-        """Give the batch of pytorch/examples, which the GPUs of a machine share, as that of a process and of all."""
+    def refuse(self, name: str, reason: str) -> None:
+        """Add a reason why there is no command: a value that was given, or the script's default."""
+        value = self.values.get(name)
+        shown = "" if value is None or isinstance(value, bool) else re.sub(r"[\[\],']", "", f" {value}")
+        self.reasons.append(f"{self.typed.get(name) or f'--{name}'}{shown}: {reason}")
+
+    def _apply(self, rules: Sequence[Sequence[str]]) -> None:
+        """Add the words of each rule whose tests hold, or its reason: NAME, !NAME, NAME|NAME and NAME=VALUE|VALUE."""
+        for tests, text in rules:
+            is_so = all(map(self._holds, tests.split()))
+            if is_so and text.startswith("!"):
+                self.refuse(*text[1:].split(": ", 1))
+            elif is_so:
+                self.add(text)
+
+    def _holds(self, test: str) -> bool:
+        """Tell whether a test of a rule holds."""
+        names, equals, wanted = test.lstrip("!").partition("=")
+        found = [self.values.get(name) for name in names.split("|")]
+        is_so = str(found[0]) in wanted.split("|") if equals else any(found)
+        return is_so != test.startswith("!")
+
+    def _add_meanings(self, preset: dict[str, Any]) -> None:
+        """Add what one flag alone decides."""
+        own = self.script.get("meanings", {})
+        for name, value in self.values.items():
+            is_option = name.replace("-", "_") in BY_NAME
+            same = f"?--{name} {{}}" if is_option else "!there is nothing like it here"
+            if name in READ and not (is_option and "is-same" in self.values):
+                same = ""
+            meaning = own.get(name, DATA["meanings"].get(name, same))
+            if meaning.startswith("!"):
+                if value != preset.get(name) and value not in DATA["neutral"].get(name, ()):
+                    self.refuse(name, meaning[1:])
+                continue
+            is_typed = name in self.typed
+            if (is_typed and "{}" in meaning) or (value and (is_typed or not meaning.startswith("?"))):
+                self.add(meaning.strip("?").replace("{}", "" if value is True else f"{{{name}}}"))
+
+    def _count_batch(self) -> None:
+        """Count the images of a process and of a step."""
+        values = self.values
         launch = read_launch()
-        known = {name: words[1] for name, words in self.options.items() if words[1:]}
-        try:
-            share = int(known.get("batch_size", 256)) // launch.num_local  # 256 is its default
-            num_nodes = int(known.get("world_size", 1))  # its --world-size counts machines
-        except ValueError:
-            return  # It is refused when the command for here is run.
-        total = share * max(launch.world_size, launch.num_local * num_nodes)
-        self.phrases.append(f"the batch per machine is --batch-size {share} --global-batch-size {total}")
-        self.options["batch_size"] = ["--batch-size", f"{share}", "--global-batch-size", f"{total}"]
-        self.options["world_size"] = []
+        if "is-shared" in values:  # by the GPUs of a machine
+            values["batch-size"] //= launch.num_local
+        # --world-size of pytorch/examples counts machines.
+        processes = max(launch.world_size, launch.num_local * values.get("world-size", 1))
+        values["total"] = values["batch-size"] * processes * values.get("steps", 1)
+        values["is-more"] = values["total"] != values["batch-size"] * launch.world_size
 
-    def _groups(self, words: list[str]) -> Iterator[tuple[str, list[str]]]:
-        """Yield each flag with its values; a word of no flag in place of one."""
-        while words:
-            word = words.pop(0)
-            flag, equals, value = word.partition("=")
-            if not flag.startswith("-"):
-                yield word, []
-                continue
-            if re.match("-[^-].", flag) and flag not in FLAGS and flag[:2] in self.known:  # -j8
-                flag, equals, value = flag[:2], "=", word[2:].removeprefix("=")
-            flag = self._spell_out(flag)
-            values = [value] if equals else []
-            number = self._count(flag)
-            # `--torchcompile inductor`: only such a word is its value, for the next one may be the data path.
-            if not values and words and re.fullmatch(DATA["optional"].get(flag, "(?!)"), words[0]):
-                values = [words.pop(0)]
-            # As in argparse, -1 and -.5 are values where no option is named by a number.
-            while words and len(values) < number and not re.match("-[^0-9.]", words[0]):
-                values.append(words.pop(0))
-            yield flag, values
+    def _choose_model(self) -> None:
+        """Find the model: torchvision's, or timm's by the name that it has today, and its weights."""
+        values = self.values
+        name = re.sub("^(hf-hub:)?timm/", "", values["model"])
+        if "is-shared" in values:
+            models = importlib.import_module("torchvision.models")
+            known = models.list_models(module=models)
+        else:
+            timm = require_timm("--model", name)
+            known = timm.list_models()
+            for pattern, replacement in self.script.get("renames", ()):
+                name = re.sub(pattern, replacement, name)
+            # timm builds models under the names of earlier versions, but has their weights under those of today.
+            name = (
+                vars(importlib.import_module("timm.models._registry")).get("_deprecated_models", {}).get(name) or name
+            )
+            values["model"] = f"timm/{name}"
+        if name.partition(".")[0] not in known:
+            self.refuse("model", f"there is no such model here{did_you_mean(name, known)}")
+        elif "is-shared" not in values:
+            values["config"] = find_timm_config(f"timm/{name}")
+            if values.get("pretrained") or not values.get("checkpoint", "x"):
+                values["published"] = getattr(values["config"], "hf_hub_id", None) or "none"
 
-    def _spell_out(self, flag: str) -> str:
-        """Return the whole flag that is meant, if it is written with underscores or cut short."""
-        # ConvNeXt's script writes --data_path where timm's and DeiT's have --data-path.
-        dashed = flag.replace("_", "-")
-        if flag in FLAGS or flag in self.known:
-            return flag
-        if dashed in FLAGS or dashed in self.known:
-            self.phrases.append(f"{flag} is {dashed}")
-            return dashed
-        if len(flag) > 2:  # torchvision's parser takes a unique beginning
-            begun = [name for name in DATA["torchvision"].split() if name.startswith(flag)]
-            if len(begun) == 1:
-                self.phrases.append(f"{flag} is {begun[0]}")
-                return begun[0]
-        return flag
+    def _compute_rates(self) -> None:
+        """Compute the learning rate, the share of it at which the warm-up begins, and the epochs in which it falls."""
+        values = self.values
+        peak = values["rate"] = values.get("lr-base") if values["lr"] is None else values["lr"]
+        if values["lr"] is None or ("is-scaled" in values and not values.get("unscale-lr")):
+            # timm: the square root for adaptive optimizers, which it knows by these letters.
+            is_adaptive = "is-timms" in values and re.search("ada|lamb", values["opt"])
+            values["scaling"] = values.get("lr-base-scale") or ("sqrt" if is_adaptive else "linear")
+            ratio = values["total"] / values["lr-base-size"]
+            peak *= ratio**0.5 if values["scaling"] == "sqrt" else ratio
+        if "is-min-scaled" in values:  # Swin scales all rates
+            values |= {"min-lr": values["min-lr"] * ratio, "warmup-lr": values["warmup-lr"] * ratio}
+        values["share"] = values.get("warmup-start", values.get("warmup-lr")) / (peak or 1)
+        values["scale-max"] = values.get("scale", [1.0])[-1]
+        every = values.get("decay-epochs", 0)
+        if values["sched"] == "multistep":
+            # timm's rate falls one epoch before each of them.
+            values["falls"] = [each - 1 for each in values.get("decay-milestones", ())]
+        elif values["sched"] == "step" and every % 1:
+            # A step is of whole epochs here: the epochs in which theirs falls.
+            values["falls"] = [math.ceil(each * every) for each in range(1, math.ceil(values["epochs"] / every))]
+        if values.get("warmup-prefix") is True:  # timm trains --epochs after it
+            values["epochs"] += values["warmup-epochs"]
+        values["is-short"] = values["epochs"] <= values["warmup-epochs"]
 
-    def _count(self, flag: str) -> float:
-        """Return the most values that a flag takes; that of an unknown one is what follows it."""
-        if flag in self.known:
-            nargs = self.known[flag].nargs
-            if nargs in (None, "?"):
-                return 1
-            return nargs if isinstance(nargs, int) else math.inf
-        if flag not in FLAGS:
-            return 1
-        values = FLAGS[flag].values
-        return math.inf if "..." in "".join(values) else len(values)
+    def _choose_optimizer(self) -> None:
+        """Find timm's optimizer, and which of the options it has."""
+        optimizers = importlib.import_module("timm.optim")
+        name = DATA["optimizers"].get(self.values["opt"].lower(), self.values["opt"].lower())
+        if name not in optimizers.list_optimizers():
+            self.refuse("opt", f"there is no such optimizer here{did_you_mean(name, optimizers.list_optimizers())}")
+            return
+        facts = optimizers.get_optimizer_info(name)
+        if isinstance(facts.opt_class, str):
+            self.refuse("opt", f"it needs {facts.opt_class.partition('.')[0]}")
+        self.values |= {**vars(facts), "opt": name}
 
-    def _implied(self) -> dict[str, list[str]]:
-        """Return the flags, of timm or of here, that timm's defaults come to beside the given ones."""
-        optimizer = "".join(self.given.get("--opt", ())).lower()
-        # timm's train.py: the square root for adaptive optimizers, which it knows by these letters of their names.
-        scaling = "sqrt" if "ada" in optimizer or "lamb" in optimizer else "linear"
-        words = [words for flags, words in DATA["implied"].items() if self.said.intersection(flags.split("|"))]
-        # timm's optimizers spare biases and norms from the decay; torchvision's script by default decays all.
-        text = " ".join([*words, "--no-decay-1d"]).replace("SCALE", scaling)
-        return dict(self._groups(text.split()))
-
-    def _translate(self, flag: str, values: list[str]) -> str:
-        """Add the words for here of a flag of another script; return what becomes of it, with a remark."""
-        row = FLAGS.get(flag)
-        # The first word without a flag is the data path: pytorch/examples and timm take it so.
-        is_folder = not flag.startswith("-") and not {"--data-path", "--data-dir"} & self.given.keys()
-        if row is None and is_folder and "data_path" not in self.options:
-            row = OtherFlag([], "", f"--data-path {shlex.quote(flag)}", "")
-        if row is None:
-            self.is_understood = False
-            # Of other scripts' flags only those that do something here, or the hint would lead to a dead end.
-            there = [name for name, other in FLAGS.items() if other.here.startswith("--")]
-            return f"is unknown{did_you_mean(flag, [*self.known, *there])}"
-        special = DATA["with"].get(flag, {})
-        partner = next((other for other in special if other in self.said), "")
-        here = special.get(partner, row.here)
-        is_needless = any(text.startswith(f"{flag} ") for text in self.said.intersection(DATA["not_needed"]))
-        if is_needless or self._is_idle(here):
-            return "is not needed here"
-        remark = "" if partner or row.remark.startswith("with") else _in_brackets(row.remark)
-        if here == "leave it out":
-            return f"is not needed {f'with {partner}' if partner else 'here'}{remark}"
-        if here == "not here":
-            return f"is not supported here{remark}"
-        return self._add(flag, values, row, here, remark)
-
-    def _add(self, flag: str, values: list[str], row: OtherFlag, here: str, remark: str) -> str:
-        """Add the words for here, filled in; return what becomes of the flag."""
-        ours = values
-        if theirs := DATA["values"].get(flag, {}):
-            ours = [theirs[value] for value in values if value in theirs]
-            remark = ""  # it is about all values, and this one has its answer
-        # C H W: images are square here.
-        if flag == "--input-size" and values[1:2] != values[2:]:
-            ours = []
-        words = self._fill(flag, ours, row, here)
-        if not self._place(words):
-            self.is_understood &= flag not in self.given
-            return f"conflicts with other flags over {words[0]}; give only one"
-        if values and not ours:
-            self.is_understood = False
-            return f"is not supported here{did_you_mean(values[0], theirs)}{_in_brackets(row.remark)}"
-        return f"is {shlex.join(words)}{remark}"
-
-    def _place(self, words: list[str]) -> bool:
-        """Add words for here, unless an option in them has another value already; return whether they are added."""
-        found = {self.known[flag].dest: [flag, *values] for flag, values in self._groups([*words])}
-        taken = {**self.typed, **self.options}
-        if "model_kwargs" in found:  # which add up
-            found["model_kwargs"][1:1] = taken.pop("model_kwargs", [])[1:]
-        if is_free := all(taken.get(dest, new) == new for dest, new in found.items()):
-            self.options |= found
-        return is_free
-
-    def _is_idle(self, here: str) -> bool:
-        """Tell whether words for here have no effect beside timm's schedule; a mistyped one may be any."""
-        theirs = DATA["values"]["--sched"]
-        sched = "".join(self.given.get("--sched", ()))
-        is_meant = sched in theirs or (sched and not did_you_mean(sched, theirs))
-        option = here.split()[0].removeprefix("--").replace("-", "_")
-        needs = BY_NAME[option].needs if option in BY_NAME else ""
-        if not is_meant or not needs.startswith("lr_scheduler="):
-            return False
-        # A schedule that is not here is answered by itself, and timm's default is cosine.
-        return theirs.get(sched, "cosineannealinglr") not in re.split("[=|]", needs)
-
-    def _fill(self, flag: str, values: list[str], row: OtherFlag, here: str) -> list[str]:
-        """Return words for here with the values of a flag in them."""
-        if flag == "--output" and values:
-            values = [os.path.join(*values, *self.given.get("--experiment", ()))]
-        if flag == "--pretrained" and values:  # a file, in forks
-            return ["--weights", *values]
-        if flag in _COMPUTED and "recipe" not in self.options:  # which gives them too
-            try:
-                return self._compute(flag, *values)
-            except (UserError, ValueError, TypeError, ZeroDivisionError):
-                pass  # It has no such value: the words are shown with the name of the value in them.
-        filled = dict(zip(row.values, values, strict=False))
-        self.is_understood &= filled.keys() >= {*row.values} and "PX" not in here
-        parts = [re.fullmatch("(.*[/:=])?(.*)", word).groups("") for word in shlex.split(here)]
-        return [begin + filled.get(name, name) for begin, name in parts]
-
-    def _compute(self, flag: str, value: str = "", *more: str) -> list[str]:
-        """Return the words for here of a flag that other options change too; ValueError and others if they cannot."""
-        known = defaults() | {name: words[1] for name, words in self.options.items() if words[1:]}
-        batch = int(known["batch_size"]) * read_launch().world_size
-        if flag == "--grad-accum-steps":
-            return ["--global-batch-size", str(batch * int(value))]
-        if flag == "--decay-milestones":  # timm's rate falls one epoch before each of them
-            return ["--lr-milestones", *(str(int(each) - 1) for each in (value, *more))]
-        if flag == "--decay-epochs":
-            return self._compute_decay(float(value), known)
-        if flag == "--warmup-lr":
-            return self._compute_warmup(value, known, batch)
-        model = known["model"]
-        config = find_timm_config(model) if model.startswith("timm/") else None
-        if flag == "--pretrained":
-            return ["--weights", f"hf-hub:{config.hf_hub_id}" if config else "IMAGENET1K_V1"]
-        side = known["val_crop_size"]
-        if config is not None and "val_crop_size" not in self.options:
-            side = config.input_size[-1]
-        # timm rounds down too, and resizes 224 / 0.95 to 235.
-        return ["--val-resize-size", str(math.floor(float(side) / float(value)))]
-
-    def _compute_decay(self, every: float, known: dict[str, Any]) -> list[str]:
-        """Return the words for a rate that falls every so many epochs."""
-        if not every % 1:
-            return ["--lr-step-size", f"{every:.0f}"]
-        # A step is of whole epochs here, so the rate falls by as much, but smoothly.
-        gamma = f"{float(known['lr_gamma']) ** (1 / every):.6g}"
-        for name in {"lr_scheduler", "lr_gamma"} - self.typed.keys():
-            self.options.pop(name, None)
-        return ["--lr-scheduler", "exponentiallr", "--lr-gamma", gamma]
-
-    def _compute_warmup(self, value: str, known: dict[str, Any], batch: int) -> list[str]:
-        """Return the words for the rate at which the warmup begins, which is a share of the whole rate here."""
-        if "--warmup-prefix" in self.given and "epochs" in self.options:  # after which timm trains --epochs
-            self.options["epochs"] = ["--epochs", str(int(known["epochs"]) + int(known["lr_warmup_epochs"]))]
-        lr = float(known["lr"])
-        scaling = known["lr_scaling"]
-        if scaling != "none":
-            ratio = int(known["global_batch_size"] or batch) / int(known["lr_scaling_batch"])
-            if scaling == "sqrt":
-                ratio **= 0.5
-            lr *= ratio
-        return ["--lr-warmup-decay", f"{float(value) / lr:.6g}"]
+    def _add_sizes(self) -> None:
+        """Add sizes of crops, resizing and normalisation, unless training takes them from timm's configuration."""
+        values = self.values
+        names = ("img-size", "input-size", "in-chans", "crop-pct", "crop-mode", "interpolation", "mean", "std")
+        given = {name.replace("-", "_"): values[name] for name in names if values.get(name)}
+        if "is-timms" not in values:
+            side = given["input_size"]
+            is_squashed = side >= values.get("squash-from", math.inf)
+            if is_squashed or (side >= values.get("whole-from", math.inf) and "crop-pct" not in self.typed):
+                given["crop_pct"] = 1.0
+            given |= {"input_size": [3, side, side], "interpolation": "bicubic"}
+            given |= {"crop_mode": "squash" if is_squashed else "center"}
+            given |= DATA["statistics"][str(values.get("imagenet-default-mean-and-std", True))]
+            if side <= 32:
+                self.refuse("input-size", "images of 32 px or fewer are padded, not resized")
+        known = values["config"].to_dict() if values["config"] else {}
+        find = importlib.import_module("timm.data").resolve_data_config
+        with as_user_error("timm refuses the sizes or the statistics of its images"):
+            used = find(given, known, use_test_size=not self.is_training and not values.get("use-train-size"))
+        method = values.get("train-interpolation")
+        if self.is_training and method not in (None, used["interpolation"], "random" if "is-timms" in values else None):
+            self.refuse("train-interpolation", "one interpolation here is that of training and evaluation")
+        channels, side, width = used["input_size"]
+        if side != width:
+            self.refuse("input-size", "images are square here")
+        if used != find({}, known) or not self.is_training:
+            values |= used | {name: fit_statistics(used[name], channels) for name in ("mean", "std")}
+            values |= {"channels": channels, "side": side, "resize": math.floor(side / used["crop_pct"])}
+            self.add(DATA["sizes"])
 
 
-def explain(words: Sequence[str], parser: argparse.ArgumentParser) -> UserError:
+def explain(words: Sequence[str], parser: OneLineParser) -> UserError:
     """Return the error about a command line with words that are unknown to the parser.
 
-    It ends with the command here if every word of the command line is understood.
+    It ends with the command here if the line is one script's, and all of it can be expressed.
     """
-    command = OtherCommand(words, parser._option_string_actions)
-    if len(command.phrases) > 1:
-        begin = "unrecognized arguments:" + "".join(f"\n  {phrase}" for phrase in command.phrases) + "\n"
-    else:
-        begin = "unrecognized argument:" + "".join(f" {phrase}" for phrase in command.phrases)
-        begin += " " if begin.endswith("?") else "; "
-    end = "--help lists the options"
+    for name, (pattern, start) in DATA["others"].items():
+        if re.search(pattern, " ".join(words)):
+            return UserError(f"these are words of {name}; here begin from {_command(shlex.split(start))}")
+    named = [script for script in SCRIPTS if words and f"/{script}".endswith(f"/{words[0]}")]
+    words = words[1:] if named else words
+    readings = [read(script, words) for script in named or SCRIPTS]
+    fitting = {reading.script: reading for reading in readings if not reading.troubles}
+    fitting = {script: reading for script, reading in fitting.items() if SCRIPTS[script].get("unless") not in fitting}
+    if len(fitting) > 1:
+        hint = f"put one of them first: train.py {next(iter(fitting))} ..."
+        return UserError(f"{', '.join(fitting)} read these words, and their defaults differ; {hint}")
+    if fitting:
+        return _answer(next(iter(fitting.values())), parser)
+    # The errors of the script that knows most of the flags.
+    troubles = [reading.troubles for reading in readings]
+    if not named:
+        known = parser._option_string_actions
+        spelled = [word.replace("_", "-") if word.replace("_", "-") in known else word for word in words]
+        given, unknown = parser.parse_known_args(spelled)
+        if not unknown:
+            parser.resolve(given)
+            return UserError(f"flags are spelled with dashes here:\n  {_command(spelled)}", has_lines=True)
+        troubles.insert(0, _unknown(unknown, [*known]))
+    fewest = min(troubles, key=lambda lines: " ".join(lines).count(" is unknown"))
+    return UserError(f"{'; '.join(fewest)} (--help lists the options)")
+
+
+def _command(words: Sequence[str]) -> str:
+    """Return words as a command line here, under the launcher of this process."""
+    launch = read_launch()
+    starter = "python"
+    if launch.is_torchrun:
+        starter = f"torchrun --nnodes={launch.num_nodes} --nproc_per_node={launch.num_local}"
+    return f"{starter} train.py {shlex.join(words)}"
+
+
+def _answer(reading: Reading, parser: OneLineParser) -> UserError:
+    """Return the command for a reading, or the reasons why there is none."""
     try:
-        # Tried before it is offered: a mistyped word would otherwise come back in its own remedy.
-        _, unknown = parser.parse_known_args(command.words)
-        if command.is_understood and not unknown:
-            timms = " (options not given have this project's defaults, not timm's)" if command.is_timms else ""
-            end = f"the command here{timms}: {command}"
-    except UserError as error:  # a known option does not take its value
-        end = str(error)
-    # Uncut: half a command would be of no use.
-    return UserError(f"{begin}{end}", has_lines=True)
+        translation = Translation(reading, parser)
+        reasons = translation.reasons
+        if not reasons:
+            # Tried before it is offered: its values come from another script.
+            parser.resolve(parser.parse_args(translation.words))
+    except UserError as error:
+        reasons = [str(error)]
+    if reasons:
+        return UserError(f"{reading.script} does what no command here does: {'; '.join(reasons)}")
+    source = f"{reading.script}, {translation.script['source']}"
+    differs = translation.script.get("differs", "") if translation.is_training else ""
+    return UserError(f"this is a command of {source}; here\n  {_command(translation.words)}{differs}", has_lines=True)
 
 
-if __name__ == "__main__":
-    print(table_of())
+def lines_about(word: str) -> list[str]:
+    """Return a line for each flag of other scripts that holds a word."""
+    return [f"--{name} of others: {_shown(text)}" for name, text in DATA["meanings"].items() if word in name]

@@ -70,6 +70,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     # Returns `other_scripts`, which explains unknown flags and tells what other scripts' flags with a word are here.
     import_others: Callable[[], ModuleType] | None = None
+    resolve: Callable[[argparse.Namespace], Any]  # set with it; refuses options that cannot be used together
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Refuse --, and expand ~."""
@@ -86,11 +87,18 @@ class OneLineParser(argparse.ArgumentParser):
         """Parse all of `args`; refuse an unknown option, and a locale in which names such as Käfer cannot be found."""
         if (encoding := sys.getfilesystemencoding()) != "utf-8":
             raise UserError(f"file names are {encoding} in this locale; set PYTHONUTF8=1 or LC_ALL=C.UTF-8")
-        parsed, unknown = self.parse_known_args(args, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            parsed, unknown = self.parse_known_args(words, namespace)
+        except UserError:
+            # A line that begins with a folder is another script's, whose values need not be ours.
+            if self.import_others is None or not words or words[0].startswith("-"):
+                raise
+            unknown = words
         if not unknown:
             return parsed
         if self.import_others is not None:
-            raise self.import_others().explain(sys.argv[1:] if args is None else args, self)
+            raise self.import_others().explain(words, self)
         hint = did_you_mean(unknown[0].split("=")[0], self._option_string_actions)
         raise UserError(f"unrecognized argument {unknown[0]}{hint} (--help lists the options)")
 

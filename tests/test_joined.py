@@ -135,7 +135,7 @@ def test_the_example_trains_with_ray_and_after_a_killed_worker(runs, tmp_path):
     assert_same(runs, "killed")
     refused = start_ray("--modle", "x")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("train.py: error: unrecognized argument: --modle")
+    assert refused.stderr.startswith("train.py: error: --modle is unknown")
 
 
 LAUNCHERS = {"mpirun.openmpi": "--allow-run-as-root --oversubscribe --bind-to none -n 2", "mpirun.mpich": "-n 2"}
