@@ -100,7 +100,7 @@ def other_profile(content: bytes) -> str:
     """Return the name of a colour profile whose primaries are not those of sRGB; empty if they are."""
     try:
         profile = ImageCms.ImageCmsProfile(io.BytesIO(content)).profile
-    except OSError:
+    except (OSError, TypeError):  # a TIFF's may be any number
         return "cannot be read"
     primaries = [each and each[0] for each in (profile.red_colorant, profile.green_colorant, profile.blue_colorant)]
     if None not in primaries and numpy.allclose(primaries, _SRGB, atol=0.005):

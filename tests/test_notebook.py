@@ -92,7 +92,8 @@ def test_the_notebook_runs_shows_curves_and_one_line_and_survives_both_stops(tmp
     assert "finished run in runs/photos, best: {'kind': 'minival'" in text
     assert ("% right, from " in shown[5][0], shown[5][0].count("image000.jpg class")) == (True, 3)
 
-    for source, words in {"epoch=3": "unrecognized argument", "data_path='no'": "--data-path no is no"}.items():
+    mistakes = {"epoch=3": "--epoch is unknown; did you mean --epochs?", "data_path='no'": "--data-path no is no"}
+    for source, words in mistakes.items():
         *_, error = run(f"kept = 42; fit_photos({source})")
         assert error.startswith(f"error: {words}"), error
         assert "\n" not in error

@@ -159,7 +159,7 @@ DOORS = {
         bad=("--teacher {}/none.pth", "none.pth"),
     ),
     "own code": Door(elsewhere={
-        **dict.fromkeys(PROMISES, "test_extending.py::test_every_example_of_the_page_trains_is_killed_and_resumes"),
+        **dict.fromkeys(PROMISES, "test_extending.py::test_every_part_of_the_examples_trains_is_killed_and_resumes"),
         "agree": "tools read folders, lists, tars and packs alone",
         "bad": "test_extending.py::test_own_code_that_cannot_be_used_is_refused",
         "change": "test_extending.py::test_a_changed_file_is_refused_unless_allowed_and_a_moved_one_is_the_same",
