@@ -61,7 +61,8 @@ def preview(args: Parsed) -> str:
     shards.check(needs_same_bits=args.precision.use_deterministic_algorithms, is_synchronised=is_synchronised)
     num_images, num_classes, about = count_images(args.data)
     if num_images < batch:
-        raise UserError(f"{num_images} training images are fewer than one global batch of {batch}")
+        remedy = "choose a smaller --batch-size or --global-batch-size"
+        raise UserError(f"{num_images} training images are fewer than one global batch of {batch}; {remedy}")
     check_model(args)
     model = build_without_memory(args, num_classes)
     _check_weights(args, num_classes)

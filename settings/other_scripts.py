@@ -34,6 +34,9 @@ def true_or_false(text: str) -> bool:
     return ["no", "false", "f", "n", "0", "yes", "true", "t", "y", "1"].index(text.lower()) > 4
 
 
+# DeiT's flags are ours but for a few, and its defaults another training: a model of its own says that it is meant.
+_DEITS_MODELS = re.compile(r"(deit|cait|resmlp|patchconvnet)\w*_|vit_\w+_patch")
+
 TYPES: dict[str, Any] = {"i": int, "f": float, "s": str, "b": true_or_false}
 
 
@@ -104,7 +107,7 @@ def _unknown(words: Sequence[str], known: Sequence[str], whom: str = "") -> list
 
 def _shown(meaning: str) -> str:
     """Return a meaning in words."""
-    return f"not here: {meaning[1:]}" if meaning.startswith("!") else f"here {meaning.strip('?').replace('{}', 'N')}"
+    return f"not here: {meaning[1:]}" if meaning.startswith("!") else f"here {re.sub('{.*?}', 'N', meaning.strip('?'))}"
 
 
 class Translation:
@@ -288,7 +291,8 @@ class Translation:
             used = find(given, known, use_test_size=not self.is_training and not values.get("use-train-size"))
         method = values.get("train-interpolation")
         if self.is_training and method not in (None, used["interpolation"], "random" if "is-timms" in values else None):
-            self.refuse("train-interpolation", "one interpolation here is that of training and evaluation")
+            reason = f"one interpolation here is that of training and evaluation; add --interpolation {method}"
+            self.refuse("train-interpolation", reason)
         channels, side, width = used["input_size"]
         if side != width:
             self.refuse("input-size", "images are square here")
@@ -308,9 +312,16 @@ def explain(words: Sequence[str], parser: OneLineParser) -> UserError:
             return UserError(f"these are words of {name}; here begin from {_command(shlex.split(start))}")
     named = [script for script in SCRIPTS if words and f"/{script}".endswith(f"/{words[0]}")]
     words = words[1:] if named else words
-    readings = [read(script, words) for script in named or SCRIPTS]
+    is_deits = any(map(_DEITS_MODELS.search, words))
+    scripts = named or [script for script in SCRIPTS if is_deits or script != "deit/main.py"]
+    readings = [read(script, words) for script in scripts]
     fitting = {reading.script: reading for reading in readings if not reading.troubles}
     fitting = {script: reading for script, reading in fitting.items() if SCRIPTS[script].get("unless") not in fitting}
+    if len(fitting) > 1 and words[0].startswith("-"):
+        # Words that many scripts have are a mistake in a line for here.
+        _, unknown = parser.parse_known_args(words)
+        lines = _unknown(unknown, [*parser._option_string_actions])
+        return UserError(f"{'; '.join(lines)} (--help lists the options)")
     if len(fitting) > 1:
         hint = f"put one of them first: train.py {next(iter(fitting))} ..."
         return UserError(f"{', '.join(fitting)} read these words, and their defaults differ; {hint}")
@@ -353,6 +364,10 @@ def _answer(reading: Reading, parser: OneLineParser) -> UserError:
         return UserError(f"{reading.script} does what no command here does: {'; '.join(reasons)}")
     source = f"{reading.script}, {translation.script['source']}"
     differs = translation.script.get("differs", "") if translation.is_training else ""
+    if "is-timms" in reading.values and reading.values.get("train-interpolation") != "random":
+        differs = ""
+    if "multiprocessing-distributed" in reading.typed and not read_launch().is_torchrun:
+        differs = "\nbut a process for each GPU shares the batch there: ask again after torchrun --nproc_per_node=N"
     return UserError(f"this is a command of {source}; here\n  {_command(translation.words)}{differs}", has_lines=True)
 
 

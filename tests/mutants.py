@@ -199,7 +199,7 @@ def parts_of(each, module):
 
 def plant(file, codes):
     """Put a fault into the functions of this process; return into how many."""
-    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+    module = importlib.import_module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     path, seen, planted = str(REPOSITORY / file), {}, 0
     left = [vars(module)]
     while left:
