@@ -72,7 +72,9 @@ def explain_missing(root: Path, has_train: Callable[[], bool], *, is_all: bool =
         return UserError(f"{data_path} is one split; give the folder that holds it, {root.parent.parent}")
     if len(folders) > 1 and "val" not in folders and not has_train():
         why, move = why_not_classes(root.parent), "move all of them into a folder train/ there"
-        more = ", and give --minival 0.1 unless there is a val/ too" if why else " beside a val/, or give --minival 0.1"
+        more = " beside a val/, or give --minival 0.1 (to evaluate a run, its own)"
+        if why:
+            more = ", and give --minival 0.1 unless there is a val/ too"
         reason = f", and its folders are not taken as the classes: {why}" if is_all else ""
         words = f"if {folders[0]}, {folders[1]} ... are the classes, {move}{more}"
         return UserError(f"{data_path} has no {root.name}/{reason}; {words}")

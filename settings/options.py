@@ -24,7 +24,7 @@ PREPROCESSING = (*NEEDED, *WITH_DEFAULT)
 
 # Options that may begin with an address, such as s3://bucket, and what is said of all others.
 TAKES_ADDRESS = ("data_path", "eval_data", "dist_url", "model_kwargs", "multi_label")
-NO_ADDRESS = "expected a local path, not an address; mount the bucket, or copy by aws s3 sync to or from a local path"
+NO_ADDRESS = "expected a local path, not an address; download it (curl -O, aws s3 sync), or mount the bucket"
 
 
 def _which_take(option: str, chooser: str = "lr_scheduler") -> str:
