@@ -317,7 +317,7 @@ def explain(words: Sequence[str], parser: OneLineParser) -> UserError:
     readings = [read(script, words) for script in scripts]
     fitting = {reading.script: reading for reading in readings if not reading.troubles}
     fitting = {script: reading for script, reading in fitting.items() if SCRIPTS[script].get("unless") not in fitting}
-    if len(fitting) > 1 and words[0].startswith("-"):
+    if len(fitting) > 1 and not named and words[0].startswith("-"):
         # Words that many scripts have are a mistake in a line for here.
         _, unknown = parser.parse_known_args(words)
         lines = _unknown(unknown, [*parser._option_string_actions])

@@ -97,6 +97,7 @@ def test_a_line_is_answered_by_what_it_means_in_its_project(script, origin):
     ("--data-path d --model resnet50 --warmup-epochs 5", "--warmup-epochs is unknown; here --lr-warmup-epochs N"),
     ("--data-path d --model resnet50 --finetune f --lr 1", "--finetune is unknown; here --weights N"),
     ("--epoch 3", "--epoch is unknown; did you mean --epochs?"),
+    ("main.py", "main.py read these words, and their defaults differ"),
     ("D --epochs 3 -b 8", "timm/train.py, examples/main.py read these words, and their defaults differ"),
     ("main.py D -b 8", "here\n  python train.py --data-path D --batch-size 8"),
     ("D --modell resnet50 --sched cosine", "--modell is unknown to timm/train.py; did you mean --model?"),
