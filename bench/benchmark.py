@@ -191,8 +191,6 @@ class BareStep:
     Nothing is loaded, counted, seeded, scheduled, sent or read.
     """
 
-    clock: Callable[[], float] = time.perf_counter  # of steps on a device without events
-
     def __init__(self, args: Assigned, num_steps: int) -> None:
         self.args, self.num_steps = args, num_steps
         self.device = set_up_device(args.precision, args.distributed, args.checkpoint.test_only)
@@ -210,6 +208,7 @@ class BareStep:
         layout = torch.channels_last if args.precision.channels_last else torch.contiguous_format
         self.image = image.to(memory_format=layout)
         self.target = torch.arange(size, device=self.device) % NUM_CLASSES
+        self.clock: Callable[[], float] = time.perf_counter  # of steps on a device without events
         self.images_per_step = size * self.shards.num_local
         # Of each turn: images/s of the steps after the first ones, and what the first step took more than such a one.
         self.steady_rates: list[float] = []
@@ -407,7 +406,9 @@ def benchmark_step(options: argparse.Namespace, argv: list[str]) -> dict[str, An
         and not args.data.workers
         and torch.get_num_threads() == 1
     )
-    BareStep.clock = clock = time.process_time if is_alone else time.perf_counter
+    clock = time.process_time if is_alone else time.perf_counter
+    for way in ways.values():
+        way.clock = clock
     turns = interleave(ways, options.rounds, clock)
     kind = "CPU" if is_alone else "wall"
     figures = compare(f"a steady step, {kind} time", {name: way.steady_rates[1:] for name, way in ways.items()}, *pairs)

@@ -273,10 +273,11 @@ def step_row(
 
 def training_rows(options: Namespace, there: str, num_gpus: int) -> Iterator[Row]:
     """Yield trainings that end: the recipe imagenette, 5 and 20 epochs, or for a trial on a CPU one and two."""
-    command = f"train.py --recipe imagenette --data-path {shlex.quote(str(options.data_path))} --compile"
-    if not num_gpus:
-        small = f"--lr-warmup-epochs 0 --batch-size {options.batch_size[0]}"
-        command = f"{command.removesuffix(' --compile')} --device {options.device} {small}"
+    command = f"train.py --recipe imagenette --data-path {shlex.quote(str(options.data_path))}"
+    if num_gpus:
+        command += " --compile"
+    else:
+        command += f" --device {options.device} --lr-warmup-epochs 0 --batch-size {options.batch_size[0]}"
     if options.crop:
         command += f" --train-crop-size {options.crop} --val-crop-size {options.crop} --val-resize-size {options.crop}"
     for epochs in (5, 20) if num_gpus else (1, 2):

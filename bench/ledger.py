@@ -393,18 +393,23 @@ def write_tables(root: Path) -> None:
     groups = read_groups((root / "records").glob("*/record.json"))
     of_recipes = [group for group in groups if "--recipe" in group[0]["command"]]
     tool.replace_between(root / "README.md", BEGIN, END, HEAD + "".join(map(row, of_recipes)))
-    text = PAGE_HEAD + "".join(row(group, has_lever=True) for group in groups)
+    text = page_table(groups)
     for group in groups:
         links = ", ".join(f"[seed {record['seed']}]({record['folder'].name}/record.json)" for record in group)
         text += f"\n{group[0]['claim']}: {links}\n"
     tool.replace_between(root / "records" / "README.md", BEGIN, END, text)
 
 
+def page_table(groups: list[list[dict]]) -> str:
+    """Return the table of a page of records, with the lever of each."""
+    return PAGE_HEAD + "".join(row(group, has_lever=True) for group in groups)
+
+
 def write_claim(folder: Path) -> str:
     """Write the page of a folder to send, and return what its seeds show; UserError for too few."""
     groups = read_groups(folder.glob("*/record.json"))
     shown = "\n".join(f"{group[0]['claim']}: {what_seeds_show(group)}" for group in groups)
-    text = PAGE_HEAD + "".join(row(group, has_lever=True) for group in groups)
+    text = page_table(groups)
     write_atomically(folder / "README.md", f"{text}\n{shown}\n".encode())
     return shown
 

@@ -18,7 +18,7 @@ from models.build import build_without_memory, check_model
 from models.ema import describe_ema
 from monitoring.console import describe_size
 from presets import build_presets
-from sampler import VirtualShards
+from sampler import TrainSampler, VirtualShards
 from settings import config
 from settings.checks import remarks
 from settings.machine import find_device
@@ -60,16 +60,13 @@ def preview(args: Parsed) -> str:
     is_synchronised = args.model.sync_bn and not is_short
     shards.check(needs_same_bits=args.precision.use_deterministic_algorithms, is_synchronised=is_synchronised)
     num_images, num_classes, about = count_images(args.data)
-    if num_images < batch:
-        remedy = "choose a smaller --batch-size or --global-batch-size"
-        raise UserError(f"{num_images} training images are fewer than one global batch of {batch}; {remedy}")
+    steps_per_epoch = TrainSampler(num_images, shards).steps_per_epoch
     check_model(args)
     model = build_without_memory(args, num_classes)
     _check_weights(args, num_classes)
     groups = optim.build_parameter_groups(args.optimization, model)
     optimizer = optim.build_optimizer(args.optimization, args.precision, args.model.model, groups)
     scheduler = optim.LRScheduler(args.schedule, optimizer)
-    steps_per_epoch = num_images // batch
     num_epochs = args.schedule.epochs
     epochs = [num_epochs * part // 12 for part in range(12)]
     rates = []
